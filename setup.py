@@ -35,7 +35,7 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
-# For a terminal view of the daemon, whose code is not here yet.
+# scavenger/cli/top.py.
 TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
@@ -59,9 +59,9 @@ EXTRAS = {
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
-    # For trainer.data.environments. It needs 97 other packages, an older datasets than trl, and an older regex and huggingface_hub than
-    # constraints.txt has; so it is not in dev, and its tests are skipped without it.
-    "verifiers": ["verifiers>=0.1.11,<0.2"],
+    # For trainer.episodes.worker, in an interpreter of its own (data.environment_python): it needs 100 other packages, and other versions
+    # than constraints.txt has; so it is not in dev, and its tests are skipped without it.
+    "verifiers": ["verifiers>=0.4,<0.5", *GATEWAY, "httpx2>=2.0"],
     "postgres": ["psycopg[binary]>=3.1"],
     # Only the one of the site's own Slurm X.Y works: scripts/build-pyslurm builds it from pyslurm's tag with the site's headers.
     # Later releases dropped the calls that are read (scavenger/cluster/pyslurm/process.py).

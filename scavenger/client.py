@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
@@ -120,6 +121,11 @@ class Connection:
         self.timeout = ClientTimeout(time.monotonic())
         self._rendezvous: keys.Rendezvous | None = None
 
+    @property
+    def state_dir(self) -> Path:
+        """Where the daemon is looked for."""
+        return self._state_dir
+
     @classmethod
     def connect(cls, state_dir: Path, key_path: Path | None = None, connect_timeout_s: float = 600.0) -> Self:
         """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
@@ -208,6 +214,44 @@ class Connection:
         message = messages.decode_to_trainer(self._socket.recv())
         self.timeout.heard(time.monotonic(), group=isinstance(message, messages.GroupDone))
         return message
+
+
+class NameUse(StrEnum):
+    """Whose run has a name on a site."""
+
+    NOBODY = "nobody"
+    OURS = "ours"  # of the owner whose key asks
+    ANOTHER = "another"
+
+
+def ask_name(state_dir: Path, key_path: Path | None, run: str, wait_s: float = 5.0) -> NameUse:
+    """Whose run is called so at the daemon that `state_dir` (or the public folder) names. Opens nothing, and changes nothing.
+
+    Raises `Refused` where the daemon does not accept the key, `DaemonUnavailable` where no reply comes within `wait_s`, `AuthError` where
+    there is no key.
+    """
+    with Connection.connect(state_dir, key_path) as connection:
+        # No attempt has the number 0, so that of a run of ours it is refused as one of an older attempt.
+        asked = connection.send(run, 0, messages.Ping(aside=True))
+        by = time.monotonic() + wait_s
+        while (left_s := by - time.monotonic()) > 0:
+            reply = connection.receive(min(left_s, 0.2))
+            if isinstance(reply, messages.Reply) and reply.id == asked:
+                code = reply.body.code if isinstance(reply.body, messages.Denied) else ""
+                return _NAME_USE.get(code, NameUse.OURS)
+            if connection.is_refused():
+                raise Refused(
+                    "the daemon does not accept this key",
+                    "`scavenger join PUBLIC_DIR` asks it to; a user whom the site does not let train is told so (docs/site.md)",
+                )
+        host = keys.read_rendezvous(state_dir).host
+        raise DaemonUnavailable(
+            f"the daemon on {host} did not reply within {wait_s:g} s",
+            "ask the site's admin whether it runs, and whether this host may reach it",
+        )
+
+
+_NAME_USE = {"unknown-run": NameUse.NOBODY, "not-owner": NameUse.ANOTHER}
 
 
 class Client(Connection):
@@ -413,9 +457,12 @@ class Run:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        episodes: Sequence[messages.EpisodeOutcome] = (),
     ) -> None:
-        """Record that the step was taken with exactly these samples. Every sample of the step's groups needs an outcome."""
-        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics))
+        """Record that the step was taken with exactly these samples, or episodes, which end. Every sample of the step's groups needs an
+        outcome.
+        """
+        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics, tuple(episodes)))
         over = (purpose, step)
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}
@@ -536,7 +583,7 @@ class Run:
                     return
                 refused = refused or self._client.is_refused()
                 cause = (
-                    "it does not accept this key: enroll it again (`scavenger enroll`)"
+                    "it does not accept this key: `scavenger join PUBLIC_DIR` asks it to, or its admin does (`scavenger enroll`)"
                     if refused
                     else "no answer"
                 )
@@ -545,7 +592,7 @@ class Run:
             if self._is_over(give_up):
                 raise DaemonUnavailable(
                     f"no daemon for {self._client.connect_timeout_s:g} s: {cause}",
-                    "start it: `scavenger daemon`",
+                    keys.absent_daemon(self._client.state_dir),
                 )
             self._warn(cause)
             time.sleep(backoff_s(0.1, 2.0, tries))  # the daemon's return is not observable otherwise

@@ -61,6 +61,7 @@ ORDER = (
     "observe",
     "doctor",
     "daemon",
+    "top",
     "demo",
     "simulate",
     "cli",
@@ -103,6 +104,7 @@ PURE = (
     "scavenger/config/unknown_keys.py",
     "scavenger/daemon/reload.py",
     "scavenger/daemon/takeover.py",
+    "scavenger/observe/fleet.py",
     "scavenger/observe/metrics.py",
     "scavenger/observe/tally.py",
     "scavenger/observe/training.py",
@@ -113,6 +115,9 @@ PURE = (
     "scavenger/weights/transfer.py",
     "scavenger/simulate/**/*.py",
     "scavenger/sizing/*.py",
+    "scavenger/top/recorded.py",
+    "scavenger/top/text.py",
+    "scavenger/top/view.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {
@@ -243,6 +248,7 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
             ("scavenger/weights/rdma.py", "nixl"),
             ("scavenger/gateway/app.py", "starlette"),
             ("scavenger/gateway/app.py", "uvicorn"),
+            ("scavenger/top/app.py", "textual"),
         )
     ]
     assert not offenders, told(offenders)

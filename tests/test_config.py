@@ -132,9 +132,9 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
             ["weights.dtype = 'int8'", "'bfloat16'"],
         ),
         (
-            "max_tokens = 16",
-            "max_tokens = 16\n[trainer]\ntensor_parallel = 2",
-            ["tensor_parallel must be 1", "set context_parallel", "start more ranks"],
+            "[model]",
+            "deterministic = true\n[trainer]\ntensor_parallel = 2\n[model]",
+            ["deterministic = true needs trainer.replicas = 1", "trainer.tensor_parallel = 1"],
         ),
         (
             "max_tokens = 16",

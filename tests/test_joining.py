@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from scavenger import toml
-from scavenger.cli.init import _known_state_dir
+from scavenger.cli.init import _known_state_dir, _name_is_free
 from scavenger.cli.join import join
 from scavenger.client import Connection
 from scavenger.config.site import OwnersSection
@@ -34,7 +34,7 @@ from scavenger.daemon.key_requests import (
     admission,
     refusal,
 )
-from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, ScavengerError
+from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, Refused, ScavengerError
 from scavenger.host import munge
 from scavenger.protocol import key_requests, keys, messages
 from scavenger.protocol.key_requests import KeyRequest, new_request
@@ -579,6 +579,86 @@ def test_a_user_joins_a_daemon_that_runs_and_connects_to_it(site: Path) -> None:
         os.environ.pop("XDG_CONFIG_HOME", None)
 
 
+def test_a_second_user_s_run_of_one_name_is_refused_before_anything_is_submitted(site: Path) -> None:
+    """Found on a site of two users: both called theirs `tiny`, and the second one's training job ended after it had waited for its GPUs."""
+    keys.init_state(site / "state", "scavenger")
+    key_requests.make_public(site / "public")
+    path = site / "scavenger.toml"
+    owners = {}
+    for uid, name in ((U1, "u1"), (U2, "u2"), (NOBODY, "")):
+        pair = keys.generate()
+        owner_key = site / f"home-{uid}" / "owner.key"
+        keys.write_keypair(owner_key, pair)
+        os.chown(owner_key, uid, uid)
+        owners[uid] = owner_key
+        if name:
+            keys.enroll(site / "state", name, pair.public)
+    config: dict[str, dict[str, object]] = {
+        "daemon": {"state_dir": str(site / "state"), "public_dir": str(site / "public")},
+        "harvest": {"enabled": False},
+    }
+    path.write_text(toml.dumps(config))
+
+    def check(uid: int, name: str = "tiny") -> list[str]:
+        """What `scavenger init --check` says of that user's run, and whether it lets the run be submitted."""
+        folder = site / f"home-{uid}" / "run"
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, uid, uid)
+        (folder / "run.toml").write_text(Path("examples/site/run.toml").read_text())
+        sets = [f"run.name={name}", f"run.state_dir={site / 'public'}", f"run.key={owners[uid]}"]
+        out = folder / "out"
+
+        def work() -> None:
+            with out.open("w") as file, contextlib.redirect_stdout(file):
+                print("fine" if _name_is_free(folder, [], sets) else "refused")
+
+        assert as_user(uid, work) == ""
+        return out.read_text().splitlines()
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scavenger", "daemon", "--config", path], stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: (site / "public" / "rendezvous.json").exists())
+        assert check(U1) == ["  ok       run.name: tiny, nobody has it yet", "fine"]
+
+        def train(uid: int) -> None:
+            with Connection.connect(site / "public", owners[uid]) as connection:
+                open_run(connection, "tiny")
+
+        assert as_user(U1, lambda: train(U1)) == ""
+        assert check(U1) == ["  ok       run.name: tiny, your run of that name goes on", "fine"]
+        assert check(U2)[:-2] == [
+            "  REFUSED  run.name",
+            "           another user of this site has a run 'tiny': names of runs are the site's",
+        ]
+        assert 'set run.name = "' in check(U2)[-2]
+        assert check(U2)[-1] == "refused"
+        assert check(U2, "u2-tiny")[-1] == "fine"
+        stranger = check(NOBODY)
+        assert stranger[1] == "           the daemon does not accept this key"
+        assert "scavenger join PUBLIC_DIR" in stranger[2]
+        assert stranger[-1] == "refused"
+        assert "names of runs are the site's" in as_user(U2, lambda: train(U2)), "the job itself says so too"
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+    began = time.monotonic()
+    assert "was not asked" in check(U2)[0], "a daemon that is away is no fault of the run's"
+    assert time.monotonic() - began < 15
+
+
+def open_run(connection: Connection, name: str) -> None:
+    """As a trainer does. Raises `Refused`."""
+    engine = messages.EngineSpec("reference", "{}", "float32", 4, 64)
+    body = messages.OpenRun(messages.PROTOCOL, name, 1, "{}", engine, "", False, 0, 1, 0, "host", 0)
+    connection.send(name, 0, body)
+    while not isinstance(reply := connection.receive(30.0), messages.Reply):
+        assert reply is not None, "the daemon is silent"  # else it tells of its engines first
+    if isinstance(reply.body, messages.Denied):
+        raise Refused(reply.body.reason, reply.body.remedy)
+
+
 def key_of(path: Path) -> Path:
     """The key, where root may read it as its own."""
     copy = path.parent.parent.parent / "copy.key"
@@ -615,3 +695,40 @@ def test_joining_a_folder_that_is_no_site_leaves_no_key(
     with pytest.raises(ConfigError, match="is no site's public folder"):
         join(tmp_path)
     assert not (tmp_path / "config").exists()
+
+
+def test_a_user_whose_daemon_is_another_s_is_told_what_this_user_can_do(site: Path) -> None:
+    """None of these remedies is the admin's: who joins a site makes no state directory, and starts no daemon there."""
+    keys.init_state(site / "state", "scavenger")
+    key_requests.make_public(site / "public")
+
+    def connect(folder: Path) -> str:
+        def work() -> None:
+            os.environ["XDG_CONFIG_HOME"] = str(site / f"home-{U1}")
+            Connection.connect(folder).close()
+
+        return as_user(U1, work)
+
+    public = site / "public"
+    not_joined = connect(public)
+    assert f"`scavenger join {public}` makes a key of your own" in not_joined
+    (site / "state").chmod(0o755)
+    of_the_daemon = connect(site / "state")
+    assert (
+        "name its public folder (daemon.public_dir) instead of the daemon's state directory" in of_the_daemon
+    )
+    nowhere = connect(site / "none")
+    assert "`scavenger join PUBLIC_DIR` makes a key of your own" in nowhere
+    os.chown(site / f"home-{U1}", U1, U1)
+    key = site / f"home-{U1}" / "scavenger" / "owner.key"
+    keys.write_keypair(key, keys.generate())
+    for path in (key, key.parent):
+        os.chown(path, U1, U1)
+    away = connect(public)
+    assert "no daemon has announced itself" in away
+    assert "ask the site's admin whether the daemon runs" in away
+    for said in (not_joined, of_the_daemon, away):
+        assert "scavenger daemon" not in said
+        assert "scavenger init" not in said
+    with pytest.raises(DaemonUnavailable, match="start it: `scavenger daemon`"):
+        keys.read_rendezvous(site / "state")  # by the daemon's own user

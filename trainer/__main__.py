@@ -49,11 +49,12 @@ from scavenger.weights.spool import Spool
 from trainer import reserved
 from trainer.algorithms.reward_pool import RewardPool, open_pool, refuse_missing
 from trainer.algorithms.rows import resolve
-from trainer.algorithms.scoring import Scoring
+from trainer.algorithms.scoring import Scorer, Scoring
 from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
+from trainer.episodes.opening import opened
 from trainer.local import Ledger, LocalRun, LocalSource
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
 from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
@@ -253,13 +254,15 @@ def set_aside(config: RunConfig, start: RunStart, attempt: int) -> None:
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     """Rank 0: set everything up, run the loop, close the run as what it became. Returns the exit code."""
     tokenizer = open_tokenizer(config.model.path)
-    prompts = PromptSource(config, tokenizer, print)
     spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
-        reward = config.reward
-        for task in (*prompts.take(0, 1), *(one.prompts[0] for one in prompts.evaluations)):
-            refuse_missing(reward, task.meta)
-        runner = stack.enter_context(_runner(reward))
+        reward, played = config.reward, None
+        if config.data.environment:
+            played = stack.enter_context(opened(config, layers(options), local=options.local))
+        prompts = PromptSource(config, tokenizer, print, played.tasks if played else None)
+        if played is None:
+            refuse_rows(reward, prompts)
+        runner: Scorer = played.scorer if played else stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
         publisher = Publisher(source, spool_of(config), stop_tokenizer(config, comm))
@@ -268,6 +271,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
         set_aside(config, start, run.attempt)
+        episodes = played.attach(run) if played else None
+        run = episodes or run
         if start.step >= config.run.steps:
             monitor.say(
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
@@ -279,7 +284,14 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         )
         kept = SampleLog(config.run.out_dir, every, tokenizer, monitor.say)
         scoring = Scoring(
-            runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens, kept.write
+            runner,
+            tokenizer,
+            reward,
+            config.algorithm,
+            monitor.say,
+            config.sampling.max_tokens,
+            kept.write,
+            episodes,
         )
         ending.listen(terminal=options.local)
         engines = of_job(os.environ)
@@ -326,6 +338,21 @@ def ended_line(signal_name: str, saved: Path | None) -> str:
 
 def _runner(reward: RewardSection) -> RewardPool:
     return open_pool(reward)
+
+
+def refuse_rows(reward: RewardSection, prompts: PromptSource) -> None:
+    """Raises `ConfigError` where the run's prompts lack a column that its reward function compares with."""
+    for task in (*prompts.take(0, 1), *(one.prompts[0] for one in prompts.evaluations)):
+        refuse_missing(reward, task.meta)
+
+
+def layers(options: argparse.Namespace) -> list[str]:
+    """run.toml and what is laid over it, as other commands take them."""
+    return [
+        str(options.config),
+        *(f"--over={path}" for path in options.over),
+        *(f"--set={one}" for one in options.set),
+    ]
 
 
 def begin(

@@ -3,6 +3,8 @@
 A random initialisation answers nothing right, and a policy gradient needs some right answers: a short supervised phase of a fixed
 number of steps takes sampled accuracy to about 0.3, where reinforcement learning takes over. Owns the demo's model and nothing of the
 run. The same seed on the same machine makes the same weights.
+
+Boundary: a command of its own.
 """
 
 from __future__ import annotations
@@ -115,21 +117,30 @@ def warm_up(model: Any, seed: int, steps: int, *, lr: float = 3e-3) -> None:
             print(f"warm-up {step + 1}/{steps}  loss {loss.item():.3f}", flush=True)
 
 
+def initialised(out: Path, config: dict[str, Any], seed: int = 0) -> Any:
+    """A model of random weights, as `config` has it. Writes config.json and the tokenizer to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    sort.write_tokenizer(out)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(out, local_files_only=True), dtype=torch.float32
+    )
+
+
+def save(model: Any, out: Path) -> int:
+    """Write model.safetensors to `out`. Returns how many parameters it has."""
+    parameters = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    save_file(parameters, out / "model.safetensors", metadata={"format": "pt"})
+    return sum(value.numel() for value in parameters.values())
+
+
 def make(out: Path, seed: int = 0, steps: int = SUPERVISED_STEPS) -> None:
     """Write config.json, model.safetensors and the tokenizer to `out`."""
     started = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    config_path = out / "config.json"
-    config_path.write_text(json.dumps(model_config(), indent=2) + "\n")
-    sort.write_tokenizer(out)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(out, local_files_only=True), dtype=torch.float32
-    )
+    model = initialised(out, model_config(), seed)
     warm_up(model, seed, steps)
-    parameters = {name: value.detach().contiguous() for name, value in model.named_parameters()}
-    save_file(parameters, out / "model.safetensors", metadata={"format": "pt"})
-    count = sum(value.numel() for value in parameters.values())
+    count = save(model, out)
     sampled, greedy = accuracy(model, 512, greedy=False), accuracy(model, 512, greedy=True)
     print(
         f"{out}: {count / 1e6:.2f}M parameters, held-out accuracy {sampled:.2f} sampled, {greedy:.2f} greedy, "

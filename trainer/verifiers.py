@@ -3,6 +3,8 @@
 Called in the reward's own process, which is killed at its deadline: a completion that sends a solver or a pattern off for hours costs
 `reward.timeout_s` a try and, since it is the completion that cannot be judged, gets a reward of 0. Knows no torch, so that the
 process starts at once. A row whose own answer cannot be read is an error, not a 0.
+
+Boundary: named in run.toml, and imported by the reward's process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`scavenger drain`: give every harvested GPU back, and take none until told otherwise. Argument parsing and printing.
+"""`scavenger drain`: give every harvested GPU back, or those of some nodes, and take none until told otherwise.
+
+Argument parsing and printing.
 
 Boundary: one subcommand.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +25,12 @@ def drain(
     now: Annotated[bool, typer.Option("--now", help="cancel engines without letting them drain")] = False,
     off: Annotated[bool, typer.Option("--off", help="harvest again")] = False,
     reason: Annotated[str, typer.Option(help="why, for the ledger")] = "",
+    node: Annotated[
+        list[str] | None, typer.Option("--node", help="only engines of this node; may be repeated")
+    ] = None,
 ) -> None:
-    """Give every harvested GPU back, and take none until `drain --off`. The daemon sees it within seconds, also one that starts later.
+    """Give every harvested GPU back, or those of some nodes, and take none there until `drain --off`. The daemon sees it within seconds,
+    also one that starts later.
 
     Exit code 1: it is noted, and no daemon serves that would act on it now.
     """
@@ -39,6 +46,9 @@ def drain(
             f"the state directory {state_dir} does not exist", "name the daemon's configuration with --config"
         )
     gone = _gone(state_dir)
+    if node:
+        _nodes(state_dir, node, now=now, off=off, reason=reason, gone=gone)
+        return
     if off:
         was, stop_file = harvest_limits.resume(state_dir), settings.harvest.stop_file
         still = harvest_limits.read_stop(stop_file, "the stop file")
@@ -49,7 +59,7 @@ def drain(
         )
         print(f"{does}; but {stop_file} is there, and stops it all the same" if still is not None else does)
         return
-    harvest_limits.drain(state_dir, f"{getpass.getuser()}{f': {reason}' if reason else ''}", at_once=now)
+    harvest_limits.drain(state_dir, _who(reason), at_once=now)
     if not gone:
         print(
             f"{'cancels' if now else 'drains'} all engines; none is submitted until `scavenger drain --off`"
@@ -62,6 +72,28 @@ def drain(
     )
     print(status.left_behind(settings.harvest.partition))
     raise typer.Exit(1)
+
+
+def _who(reason: str) -> str:
+    return f"{getpass.getuser()}{f': {reason}' if reason else ''}"
+
+
+def _nodes(state_dir: Path, nodes: Sequence[str], *, now: bool, off: bool, reason: str, gone: str) -> None:
+    from scavenger.harvest import limits as harvest_limits
+
+    if now:
+        raise ConfigError("drain --now is for all engines", "leave out --node, or --now")
+    if off:
+        for name in nodes:
+            was = harvest_limits.resume_node(state_dir, name)
+            print(f"{name}: {'engines may start there again' if was else 'was not drained'}")
+        return
+    for name in nodes:
+        harvest_limits.drain_node(state_dir, name, _who(reason))
+    print(f"drains engines on {', '.join(nodes)}; none starts there until `scavenger drain --off --node`")
+    if gone:
+        print(f"it is noted, and nothing is drained now, because no daemon serves: {gone}")
+        raise typer.Exit(1)
 
 
 def _gone(state_dir: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from scavenger import config
+from scavenger.cli.options import OverOption, SetOption
 from scavenger.errors import ConfigError
 
 LOGPROBS = ("raw_logprobs", "processed_logprobs")
@@ -29,6 +30,8 @@ def gateway(
     logprobs_mode: Annotated[
         str, typer.Option("--logprobs-mode", help="raw_logprobs, as vLLM; or processed_logprobs: as sampled")
     ] = "raw_logprobs",
+    over: OverOption = None,
+    sets: SetOption = None,
 ) -> None:
     """Serve vLLM's generate endpoint and OpenAI's chat for the agents of a run. Runs until it is stopped.
 
@@ -40,4 +43,7 @@ def gateway(
         from scavenger.gateway import app
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed", "pip install 'scavenger[gateway]'") from error
-    app.serve(config.read_run(run), app.GatewayOptions(host, port, tls_cert, tls_key, logprobs_mode))
+    app.serve(
+        config.read_run(run, over or (), sets or ()),
+        app.GatewayOptions(host, port, tls_cert, tls_key, logprobs_mode),
+    )

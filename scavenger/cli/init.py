@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,7 @@ import typer
 from scavenger import config, toml
 from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
 from scavenger.config import DaemonConfig
-from scavenger.errors import ConfigError, ScavengerError
+from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.protocol import key_requests, keys
 
 if TYPE_CHECKING:
@@ -33,6 +33,19 @@ RUN = "Of a run"
 OF_SITE = frozenset({"site", "listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
+    | {"environment", "environment_python"}
+)
+
+
+#: Of a run that `--tiny` does not write.
+OF_OWN_MODEL = frozenset(
+    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb"}
+)
+
+
+#: Of a run that `--tiny` does not write.
+OF_OWN_MODEL = frozenset(
+    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb"}
 )
 
 
@@ -46,6 +59,20 @@ def init(
         Path | None,
         typer.Option(help="on these prompts: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
     ] = None,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny",
+            help="make the smallest run; its model is made in place, in seconds",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    environment: Annotated[
+        str, typer.Option(help="or on the tasks of this environment of verifiers", rich_help_panel=RUN)
+    ] = "",
+    environment_python: Annotated[
+        str, typer.Option(help="a Python that has the environment", rich_help_panel=RUN)
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
     ] = False,
@@ -96,25 +123,36 @@ def init(
     over: OverOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
+    """Write a run's files (--model with --data or --environment; or --tiny), check them (--check), or write a site's
+    scavenger.toml and keys.
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
-    if (model is None) != (data is None):
-        raise typer.BadParameter("a run needs both --model and --data")
+    if (model is None) != (data is None and not environment) or (data is not None and environment):
+        raise typer.BadParameter("a run needs both --model and --data, or --environment in place of --data")
+    if tiny and model is not None:
+        raise typer.BadParameter("--tiny brings its own model and task: leave --model and --data out")
     said = frozenset(
         name
         for name in context.params
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     )
-    _refuse_foreign(said, drafting=model is not None, check=check)
+    _refuse_foreign(said, drafting=tiny or model is not None, check=check)
+    if tiny and (more := said & OF_OWN_MODEL):
+        raise typer.BadParameter(f"{_flags(more)}: of a run with a model of yours, which --tiny makes")
     if (over or sets) and not check:
         raise typer.BadParameter("--over and --set are for --check: as they will be given to train.sbatch")
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
-    if model is not None and data is not None:
+    if tiny:
+        words = [f"--partition={partition or 'reserved'}", f"--state-dir={state_dir or _known_state_dir()}"]
+        words += [f"--gpus={gpus}"] if "gpus" in said else []
+        _prepare(["tiny", str(directory), *words, *(["--force"] if force else [])], Path())
+    elif model is not None:
         told = {
             "--model": str(model),
-            "--data": str(data),
+            "--data": str(data or ""),
+            "--environment": environment,
+            "--environment-python": environment_python,
             "--reward": reward,
             "--prompt-field": prompt_field,
             "--answer-field": answer_field,
@@ -144,7 +182,8 @@ def init(
         # The check runs in the run's folder.
         laid_over = [Path.cwd() / path for path in over or ()], sets or []
         fine = _checked(folder, memory, *laid_over)
-        if not _fits_site(folder, *laid_over) or not fine:
+        fits, free = _fits_site(folder, *laid_over), _name_is_free(folder, *laid_over)
+        if not (fine and fits and free):
             raise typer.Exit(ConfigError.exit_code)
 
 
@@ -208,6 +247,40 @@ def _fits_site(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bool:
     return fine
 
 
+def _name_is_free(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bool:
+    """Whether the site's daemon lets this user's run have its name. What hinders the question was told before, or is only told."""
+    from scavenger import client
+
+    try:
+        run = config.read_run(folder / "run.toml", over, sets)
+    except ConfigError:
+        return True
+    if run.daemon.embedded:
+        return True  # the run's own daemon serves it alone
+    name, problem = run.run.name, ""
+    try:
+        use = client.ask_name(run.run.state_dir, run.run.key, name)
+    except Refused as refused:
+        use, problem = client.NameUse.ANOTHER, str(refused)
+    except ScavengerError as error:
+        print(f"  skipped  run.name: whether another user has a run {name!r} was not asked: {error.cause}")
+        return True
+    if use is not client.NameUse.ANOTHER:
+        note = "your run of that name goes on" if use is client.NameUse.OURS else "nobody has it yet"
+        print(f"  ok       run.name: {name}, {note}")
+        return True
+    print("  REFUSED  run.name")
+    for line in (problem or name_taken(name, getpass.getuser(), folder)).splitlines():
+        print(f"           {line}")
+    return False
+
+
+def name_taken(name: str, user: str, folder: Path) -> str:
+    """Cause and remedy. Pure."""
+    cause = f"another user of this site has a run {name!r}: names of runs are the site's"
+    return str(ConfigError(cause, f'set run.name = "{user}-{name}", or any other, in {folder / "run.toml"}'))
+
+
 def _is_local(beside: Path | None) -> bool:
     """Whether train.sbatch is for the local backend: as its own variable says, or the daemon's configuration at hand."""
     from scavenger.cluster import choose
@@ -262,11 +335,16 @@ def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> Non
         foreign = said & (OF_SITE | OF_DRAFT | {"partition"})
         why = "changes nothing of a run that is checked: change it in its run.toml or train.sbatch"
     else:
-        foreign, why = said & (OF_DRAFT | {"gpu_memory_gb"}), "is of a run, which needs --model and --data"
-    if foreign:
-        raise typer.BadParameter(
-            f"{', '.join('--' + name.replace('_', '-') for name in sorted(foreign))} {why}"
+        foreign, why = (
+            said & (OF_DRAFT | {"gpu_memory_gb"}),
+            "is of a run, which needs --model and --data, or --tiny",
         )
+    if foreign:
+        raise typer.BadParameter(f"{_flags(foreign)} {why}")
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in sorted(names))
 
 
 def _ask_slurm(partition: str) -> Proposal:

@@ -28,6 +28,7 @@ from scavenger.cli import (
     ledger,
     simulate,
     slurm_proxy,
+    top,
     weights,
 )
 from scavenger.cli import config as cli_config
@@ -55,6 +56,7 @@ app.command()(join.join)
 app.command()(drain.drain)
 app.command()(gateway.gateway)
 app.command()(slurm_proxy.slurm_proxy)
+app.command()(top.top)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

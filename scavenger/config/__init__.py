@@ -173,7 +173,11 @@ def run_of(layered: Layered) -> RunConfig:
     weights = config.weights
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
-    data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
+    python = config.data.environment_python
+    data = config.data.model_copy(
+        update=({"path": base / config.data.path} if config.data.path else {})
+        | ({"environment_python": base / python} if python else {})
+    )
     sets = tuple(one.model_copy(update={"path": base / one.path}) for one in config.eval.sets)
     held_out = config.eval.model_copy(
         update={"sets": sets} | ({"path": base / config.eval.path} if config.eval.path else {})

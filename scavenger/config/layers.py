@@ -58,9 +58,10 @@ def read(path: Path) -> Document:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
-        ) from error
+        remedy = "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
+        if path.name == "scavenger.toml":  # who joined a site is not to make another one
+            remedy += " for a daemon of your own, a site's is its admin's"
+        raise ConfigError(f"{path}: {error.strerror}", remedy) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 

@@ -107,6 +107,46 @@ class DataSection(Section):
     """Completions of each prompt: the size of a group."""
     seed: NonNegative = 0
     """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
+    environment: str = ""
+    """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
+    plays each as an episode of one or more turns on this run's engines, and its rewards train it
+    ([training.md](training.md#environments)). Excludes `task`, `path` and `reward.function`."""
+    environment_args: dict[str, JsonValue] = {}
+    """The environment's own settings, as in the `[env]` block of `verifiers`, such as
+    `{ taskset = { split = "train" }, agent = { harness = { id = "null" } } }`. A role without a `runtime` has
+    `{ type = "subprocess" }`."""
+    environment_python: Path | None = None
+    """Interpreter of environment workers: of a venv with `scavenger[verifiers]` and the environment's package.
+    None: the trainer's own."""
+    environment_workers: Annotated[int, Field(gt=0, le=256)] = 1
+    """Processes, on the host of rank 0, that play episodes."""
+    environment_concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
+    """Episodes that one of them plays at once."""
+    renderer: dict[str, JsonValue] = {}
+    """How conversations become tokens: a configuration of the package `renderers`, such as `{ name = "qwen3" }`.
+    Empty: chosen by the model's name, and without tools where that is unknown."""
+    episode_turns: NonNegative = 0
+    """Model calls of one agent in an episode at most; then the episode ends and is rewarded as it is. 0: no bound."""
+    episode_tokens: NonNegative = 0
+    """Generated tokens of one agent in an episode, after which no further turn begins. 0: no bound."""
+    episode_s: Seconds = 3600.0
+    """Seconds of an agent in an episode at most, its tools included; then the episode ends and is rewarded as it is."""
+    on_divergence: Literal["branch", "restart", "fail"] = "branch"
+    """An episode whose environment worker was lost is played again from its recorded turns. What happens where the
+    environment says something else than it did. `branch`: the episode goes on from there with new turns.
+    `restart`: it begins anew. `fail`: it is a failed episode. The ledger has the reason."""
+
+    @model_validator(mode="after")
+    def _environment(self) -> DataSection:
+        if self.environment and (self.path is not None or self.model_fields_set & {"task"}):
+            raise ValueError("environment brings its own tasks: leave out task and path")
+        if not self.environment and (
+            named := sorted(
+                key for key in self.model_fields_set if key.startswith(("environment_", "episode_"))
+            )
+        ):
+            raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
@@ -525,11 +565,11 @@ class TrainerSection(Section):
     over all. A replica of whole nodes keeps the gathering of layers within them. Must divide the number of
     ranks."""
     context_parallel: Positive = 1
-    """Ranks that share the tokens of each sample, for samples too long for one GPU. Must divide the ranks of a
-    replica and the model's attention heads. Above 1 it needs `packing`."""
-    tensor_parallel: Annotated[int, Field(ge=1), Allowed("1")] = 1
-    """Any other value is refused: the trainer does not cut layers over ranks. `replicas`, `context_parallel`
-    and more ranks take its place."""
+    """Ranks (with `tensor_parallel`: groups of ranks) that share the tokens of each sample, for samples too long
+    for one GPU. Must divide the ranks of a replica and the model's attention heads. Above 1 it needs `packing`."""
+    tensor_parallel: Positive = 1
+    """Ranks that cut each layer, by the model's own plan in transformers, for layers too large for one GPU.
+    Must divide the ranks of a node, and the model's attention heads, key-value heads and vocabulary."""
     micro_batch_tokens: Positive = 8192
     """Tokens of one micro-batch on one rank at most, padding included; ranks that share samples
     (`context_parallel`) have so many each. A longer sample is trained alone. Not used when `deterministic`."""
@@ -561,11 +601,6 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _division(self) -> TrainerSection:
-        if self.tensor_parallel > 1:
-            raise ValueError(
-                "tensor_parallel must be 1: layers are sharded over all ranks and gathered for their computation; for samples too long "
-                "for one GPU set context_parallel, for weights too large for the GPUs start more ranks"
-            )
         if self.context_parallel > 1 and not self.packing:
             raise ValueError(
                 "context_parallel > 1 needs packing = true: the samples' borders say who sees whom; set one of them"
@@ -623,6 +658,28 @@ class RunConfig(Section):
     monitor: MonitorSection = MonitorSection()
 
     @model_validator(mode="after")
+    def _episodes(self) -> RunConfig:
+        if not self.data.environment:
+            return self
+        if self.reward.model_fields_set & {"function", "functions", "options"}:
+            raise ValueError(
+                "data.environment rewards its episodes itself: leave out reward.function, functions and options"
+            )
+        if self.algorithm.on_length == "overlong-shape":
+            raise ValueError(
+                'algorithm.on_length = "overlong-shape" is of single completions: with data.environment use "reward" or "mask"'
+            )
+        if self.algorithm.router_replay:
+            raise ValueError(
+                "algorithm.router_replay does not go with data.environment: turns carry no experts"
+            )
+        if self.eval.path is not None or self.eval.sets:
+            raise ValueError(
+                "eval.path and eval.sets are of files: with data.environment held-out tasks are the task set's own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.sampling.max_tokens >= self.model.context_length:
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
@@ -634,10 +691,14 @@ class RunConfig(Section):
             raise ValueError(
                 'run.deterministic = true needs engine.name = "reference": no other engine computes in float64'
             )
-        if self.run.deterministic and max(self.trainer.replicas, self.trainer.context_parallel) > 1:
+        trainer = self.trainer
+        if (
+            self.run.deterministic
+            and max(trainer.replicas, trainer.context_parallel, trainer.tensor_parallel) > 1
+        ):
             raise ValueError(
-                "run.deterministic = true needs trainer.replicas = 1 and trainer.context_parallel = 1: sums are exact only where each "
-                "micro-batch is one rank's"
+                "run.deterministic = true needs trainer.replicas = 1, trainer.context_parallel = 1 and trainer.tensor_parallel = 1: sums "
+                "are exact only where each micro-batch is one rank's"
             )
         if self.run.deterministic and self.algorithm.max_off_policy_steps:
             raise ValueError(

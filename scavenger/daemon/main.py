@@ -51,7 +51,7 @@ from scavenger.ledger.records import Event, Heartbeat, OpenGroup, Snapshot
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.transaction import Generation
 from scavenger.ledger.write.writer import Writer, WriterState
-from scavenger.observe import status
+from scavenger.observe import fleet, status
 from scavenger.observe.training import TrainingJobs, UnclosedRun
 from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
@@ -462,6 +462,10 @@ class Daemon:
             harvest=status.take(self.harvester, self.clock()),
             gpu_memory=tuple(self._shared_gpus(server)),
             weights_pauses=tuple(self._weights_pauses(server)),
+            engines=fleet.engines_of(
+                server.router.core.runs.values(), status.outlooks(self.harvester, self.clock())
+            ),
+            runs=fleet.runs_of(server.router.core.runs.values()),
         )
 
     def _shared_gpus(self, server: RouterServer) -> Iterator[status.SharedGpus]:

@@ -7,8 +7,9 @@
     DELETE /episodes/NAME          it is over                                  the admin key, or its own
     GET  /health                   200 once the daemon has answered            none
 
-An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once: an
-agent that floods is refused alone (429). A caller that hangs up leaves its turn running, and finds it when it asks again.
+An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once and what
+their bodies hold: an agent that floods is refused alone (429), and of its requests one at a time is parsed and rendered. A caller that
+hangs up leaves its turn running, gives its place back at once, and finds the turn when it asks again.
 
 Boundary: starlette and uvicorn are imported here and nowhere else.
 """
@@ -23,20 +24,22 @@ import secrets
 import socket as sockets
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError
@@ -47,11 +50,16 @@ from scavenger.gateway.prompts import Conversations, ModelFolder
 from scavenger.protocol import keys, messages
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 #: Of a request's body: a million tokens as JSON numbers, or as many words.
 MAX_BODY_BYTES = 16 * 1024 * 1024
-#: Calls of one episode that may run at once.
-MAX_EPISODE_CALLS = 64
+#: Bytes of a body for each token of the context: the longest prompts, as text or as numbers. No bound is below `LEAST_BODY_BYTES`.
+BODY_BYTES_A_TOKEN, LEAST_BODY_BYTES = 64, 1024 * 1024
+#: Calls of one episode that may run at once, and how many bodies of the most bytes these may hold together.
+MAX_EPISODE_CALLS, MAX_EPISODE_BODIES = 64, 8
+#: Of a request's line and headers together, bytes; and how long they may take to come (s), as long as a connection may be idle.
+MAX_HEADER_BYTES, HEADERS_S = 32 * 1024, 60.0
 #: How long a body may take to come (s).
 BODY_S = 60.0
 #: How long a caller waits for the daemon to take its turn (s): a daemon may be restarted meanwhile.
@@ -86,9 +94,16 @@ class Gateway:
     raw: bool = True
     conversations: Conversations = field(init=False)
     calls: dict[str, int] = field(default_factory=dict)  # by episode
+    bodies: dict[str, int] = field(default_factory=dict)  # bytes of the bodies of these calls, by episode
+    turnstiles: dict[str, asyncio.Lock] = field(default_factory=dict)  # by episode
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.model)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest body that is read."""
+        return min(MAX_BODY_BYTES, max(LEAST_BODY_BYTES, BODY_BYTES_A_TOKEN * self.context_length))
 
     # ---------------------------------------------------------------- who calls, and with what
 
@@ -102,7 +117,7 @@ class Gateway:
         return episode
 
     @contextlib.contextmanager
-    def counted(self, episode: str) -> Any:
+    def counted(self, episode: str) -> Iterator[None]:
         """One call of the episode runs. Raises `BadRequest` where too many do."""
         now = self.calls.get(episode, 0)
         if now >= MAX_EPISODE_CALLS:
@@ -118,6 +133,35 @@ class Gateway:
                 self.calls[episode] = left
             else:
                 del self.calls[episode]
+                self.turnstiles.pop(episode, None)
+
+    @contextlib.contextmanager
+    def held(self, episode: str) -> Iterator[Callable[[int], None]]:
+        """What is given counts bytes of a body for as long as the block lasts. It raises `BadRequest` where the episode holds too many."""
+        mine = 0
+
+        def hold(nbytes: int) -> None:
+            nonlocal mine
+            now = self.bodies.get(episode, 0) + nbytes
+            if now > MAX_EPISODE_BODIES * self.max_body:
+                why = f"bodies of this episode's calls hold over {MAX_EPISODE_BODIES * self.max_body:,} bytes"
+                raise BadRequest(why, 429, "rate_limit_error")
+            self.bodies[episode] = now
+            mine += nbytes
+
+        try:
+            yield hold
+        finally:
+            if mine:
+                left = self.bodies[episode] - mine
+                if left:
+                    self.bodies[episode] = left
+                else:
+                    del self.bodies[episode]
+
+    def one_at_a_time(self, episode: str) -> asyncio.Lock:
+        """Held while a request of the episode is worked out: of one that floods, others wait for one request at most."""
+        return self.turnstiles.setdefault(episode, asyncio.Lock())
 
     # ---------------------------------------------------------------- turns
 
@@ -125,24 +169,29 @@ class Gateway:
         episode = self.episode(request)
         async with contextlib.AsyncExitStack() as leaving:
             leaving.enter_context(self.counted(episode))  # before anything is read or worked out
-            body = await _body(request)
-            content = _content("generate", body)
-            turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
-            return await self._answer(leaving, episode, content, turn, list(prompt), None)
+            data = await _read(request, self.max_body, leaving.enter_context(self.held(episode)))
+            async with self.one_at_a_time(episode):
+                body = _parsed(data)
+                content = _content("generate", body)
+                turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
+            return await self._answer(leaving, request, episode, content, turn, list(prompt), None)
 
     async def chat(self, request: Request) -> Response:
         episode = self.episode(request)
         async with contextlib.AsyncExitStack() as leaving:
             leaving.enter_context(self.counted(episode))
-            body = await _body(request)
-            content = _content("chat", body)
-            chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
-            prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
-            return await self._answer(leaving, episode, content, chat.turn, prompt, chat)
+            data = await _read(request, self.max_body, leaving.enter_context(self.held(episode)))
+            async with self.one_at_a_time(episode):
+                body = _parsed(data)
+                content = _content("chat", body)
+                chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
+                prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
+            return await self._answer(leaving, request, episode, content, chat.turn, prompt, chat)
 
     async def _answer(
         self,
         leaving: contextlib.AsyncExitStack,
+        request: Request,
         episode: str,
         content: bytes,
         turn: TurnRequest,
@@ -161,13 +210,13 @@ class Gateway:
         stream = await leaving.enter_async_context(self.link.open(opening))
         try:
             async with asyncio.timeout(ACCEPT_S):
-                accepted = await stream.wait_accepted()
+                accepted = await _unless_gone(request, stream.wait_accepted())
         except TimeoutError:
             raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
         answer = _Answer(self, opening, accepted, turn, prompt, chat)
         if turn.stream:
             return _Events(answer.events(stream), leaving.pop_all())
-        return JSONResponse(await answer.whole(stream))
+        return JSONResponse(await _unless_gone(request, answer.whole(stream)))
 
     # ---------------------------------------------------------------- the rest
 
@@ -187,7 +236,7 @@ class Gateway:
     async def begin(self, request: Request) -> Response:
         if not identity.is_admin(self.secret, _bearer(request)):
             raise BadRequest("not the gateway's admin key", 401, "authentication_error")
-        name = (await _body(request)).get("episode") or secrets.token_hex(12)
+        name = _parsed(await _read(request, LEAST_BODY_BYTES)).get("episode") or secrets.token_hex(12)
         if not isinstance(name, str) or not identity.is_episode(name):
             raise BadRequest(f"episode: a name of the form {messages.EPISODE_PATTERN}")
         return JSONResponse({"episode": name, "api_key": identity.episode_key(self.secret, name)})
@@ -199,6 +248,7 @@ class Gateway:
         if not identity.is_episode(name):
             raise BadRequest("no name of an episode")
         await self.link.end_episode(name)
+        self.conversations.forget(name)
         return JSONResponse({"episode": name, "state": "ended"})
 
     async def health(self, request: Request) -> Response:
@@ -343,25 +393,50 @@ def _name(request: Request) -> str:
     return name
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises `BadRequest`."""
+async def _read(request: Request, most: int, hold: Callable[[int], None] = lambda _: None) -> bytes:
+    """The body, of at most `most` bytes; `hold` is told of each part. Raises `BadRequest`."""
     parts, nbytes = [], 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 nbytes += len(part)
-                if nbytes > MAX_BODY_BYTES:
-                    raise BadRequest(f"a body of over {MAX_BODY_BYTES:,} bytes", 413)
+                if nbytes > most:
+                    raise BadRequest(f"a body of over {most:,} bytes", 413)
+                hold(len(part))
                 parts.append(part)
     except TimeoutError:
         raise BadRequest(f"the body did not come within {BODY_S:g} s", 408) from None
+    return b"".join(parts)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """The body as a JSON object. Raises `BadRequest`."""
     try:
-        found = msgspec.json.decode(b"".join(parts) or b"{}")
+        found = msgspec.json.decode(data or b"{}")
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadRequest("the body is no JSON object")
     return found
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends as soon as the caller hangs up. The body was read. Raises `ClientDisconnect`."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(hang_up())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def _content(dialect: str, body: dict[str, Any]) -> bytes:
@@ -424,7 +499,58 @@ def make_app(gateway: Gateway, stop: Callable[[], None] = lambda: None) -> Starl
     ]
     return Starlette(
         routes=[Route(path, _refusing(handler), methods=[method]) for path, method, handler in routes],
+        exception_handlers={HTTPException: _no_such_thing},
         lifespan=lifespan,
+    )
+
+
+async def _no_such_thing(request: Request, error: Exception) -> Response:
+    """No such path, or another method, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    why = f"{request.method} {request.url.path}: {error.detail}"
+    body = dialects.error_body(why[:400], "invalid_request_error", error.status_code)
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+class _Patient(H11Protocol):
+    """A connection on which no request comes within `HEADERS_S` is closed, however much of its headers has come."""
+
+    _watching: asyncio.TimerHandle | None = None
+    _before: Any = None  # the request that was under way, or answered, when it was looked at last
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        self._before = self.cycle
+        self._watching = self.loop.call_later(HEADERS_S, self._look)
+
+    def _look(self) -> None:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is self._before and not self.transport.is_closing():
+            self.transport.close()
+        else:
+            self._watch()
+
+
+def server_config(app: Starlette, **options: Any) -> uvicorn.Config:
+    """How the app is served: HTTP/1.1 by h11, which bounds headers, and no websockets."""
+    return uvicorn.Config(
+        app,
+        http=_Patient,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=int(HEADERS_S),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        **options,
     )
 
 
@@ -482,7 +608,9 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
         port = listening.getsockname()[1]
         scheme = "http" if options.tls_certificate is None else "https"
         endpoint = f"{scheme}://{_reachable(options.host)}:{port}"
-        announced = json.dumps({"endpoint": endpoint, "admin_key": identity.admin_key(secret)}).encode()
+        announced = json.dumps(
+            {"endpoint": endpoint, "admin_key": identity.admin_key(secret), "logprobs": options.logprobs}
+        ).encode()
         place = run.out_dir / f"gateway.{sockets.gethostname()}.json"
         failed: list[bool] = []
 
@@ -491,11 +619,8 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
             server.should_exit = True
 
         server = uvicorn.Server(
-            uvicorn.Config(
+            server_config(
                 make_app(gateway, stop),
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
                 timeout_graceful_shutdown=5,
                 ssl_certfile=options.tls_certificate,
                 ssl_keyfile=options.tls_key,

@@ -554,8 +554,36 @@ def chat_reply(
     }
 
 
+class TextSoFar:
+    """A completion's text as its tokens come. Each token is decoded a few times, however long the completion is.
+
+    Tokens are decoded with those before them, because some tokenizers join words by what comes before; what had ended in half a character
+    is decoded again with the next ones. `whole` decodes all of it at once: the last word.
+    """
+
+    #: Tokens that may end in half a character, and are decoded again with each new one.
+    MOST_OPEN = 64
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:
+        self.tokens: list[int] = []
+        self._text_of = text_of
+        self._text, self._begin, self._read = "", 0, 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text with these tokens, perhaps with half a character at its end."""
+        self.tokens += tokens
+        before = self._text_of(self.tokens[self._begin : self._read])
+        text = self._text + self._text_of(self.tokens[self._begin :])[len(before) :]
+        if not text.endswith("\ufffd") or len(self.tokens) - self._read > self.MOST_OPEN:
+            self._text, self._begin, self._read = text, self._read, len(self.tokens)
+        return text
+
+    def whole(self) -> str:
+        return self._text_of(self.tokens)
+
+
 class ChatStream:
-    """The events of one streamed chat answer. `text_of(index, tokens)`: the text of all tokens of a choice so far."""
+    """The events of one streamed chat answer. `text_of(tokens)`: the text of tokens of a choice."""
 
     def __init__(
         self,
@@ -567,14 +595,14 @@ class ChatStream:
         decode: Decode,
     ) -> None:
         self._id, self._request, self._prompt, self._created = request_id, request, prompt, created
-        self._text_of, self._decode = text_of, decode
-        self._tokens: list[list[int]] = [[] for _ in range(request.turn.n)]
+        self._decode = decode
+        self._said = [TextSoFar(text_of) for _ in range(request.turn.n)]
         self._sent = [0] * request.turn.n  # characters
         self._begun = False
 
     def texts(self) -> list[str]:
         """What is shown of each choice, all of which are whole."""
-        return [shown(self._text_of(tokens), self._request.turn.stop, whole=True) for tokens in self._tokens]
+        return [shown(said.whole(), self._request.turn.stop, whole=True) for said in self._said]
 
     def events(self, piece: Piece) -> Iterator[bytes]:
         turn = self._request.turn
@@ -583,9 +611,9 @@ class ChatStream:
             for index in range(turn.n):
                 first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
                 yield self._event(index, first, prompt=index == 0)
-        tokens = self._tokens[piece.index]
-        tokens += piece.tokens
-        text = shown(self._text_of(tokens), turn.stop, whole=bool(piece.finish))
+        said = self._said[piece.index]
+        so_far = said.add(piece.tokens)
+        text = shown(said.whole() if piece.finish else so_far, turn.stop, whole=bool(piece.finish))
         calls: list[ToolCall] = []
         if self._request.tools:
             if piece.finish:
@@ -629,7 +657,7 @@ class ChatStream:
         )
 
     def usage(self, prompt_tokens: int) -> bytes:
-        counted = usage(prompt_tokens, sum(map(len, self._tokens)))
+        counted = usage(prompt_tokens, sum(len(said.tokens) for said in self._said))
         return event({**self._envelope(), "choices": [], "usage": counted})
 
     def _envelope(self) -> dict[str, Any]:

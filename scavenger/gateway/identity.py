@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from scavenger.protocol.messages import EPISODE_PATTERN
+from scavenger.protocol.messages import EPISODE_PATTERN, named_request
 
 #: Bytes of the gateway's secret.
 SECRET_BYTES = 32
@@ -70,5 +70,6 @@ def content_of(dialect: str, body: dict[str, Any]) -> bytes:
 
 def request_of(episode: str, name: str, content: bytes) -> bytes:
     """What the daemon knows a request of an episode by: the caller's name for it, or its content where it gives none."""
-    named = b"name\0" + name.encode() if name else b"content\0" + content
-    return sha256(episode.encode() + b"\0" + named).digest()
+    if name:
+        return named_request(episode, name)
+    return sha256(episode.encode() + b"\0content\0" + content).digest()

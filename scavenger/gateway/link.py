@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,9 +49,9 @@ DENIED = {
 class _Sample:
     """What is here of one sample. `logprobs`: under the sampling distribution; `raw_logprobs`: under the raw model."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    raw_logprobs: array[float] = field(default_factory=lambda: array("f"))
     finish: str = ""
     version: int = 0
 
@@ -145,9 +146,9 @@ class TurnStream:
             return False
         new = 4 * (have - message.offset)
         if end > have:
-            sample.tokens += messages.unpack_tokens(message.tokens[new:])
-            sample.logprobs += messages.unpack_logprobs(message.logprobs[new:])
-            sample.raw_logprobs += messages.unpack_logprobs(message.raw_logprobs[new:])
+            sample.tokens.extend(messages.unpack_tokens(message.tokens[new:]))
+            sample.logprobs.extend(messages.unpack_logprobs(message.logprobs[new:]))
+            sample.raw_logprobs.extend(messages.unpack_logprobs(message.raw_logprobs[new:]))
             sample.version = message.version
         if message.finish and len(sample.tokens) == end:
             sample.finish = message.finish

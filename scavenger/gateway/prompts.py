@@ -30,8 +30,9 @@ from tokenizers import Tokenizer
 from scavenger.errors import ConfigError
 from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall, loads
 
-#: Of kept conversations, 4 bytes a token.
+#: Of kept conversations, 4 bytes a token; and the share of them that one episode may have.
 MOST_KEPT_BYTES = 256 * 1024 * 1024
+EPISODE_SHARE = 8
 
 
 class ModelFolder:
@@ -150,13 +151,19 @@ def _compiled(source: str) -> jinja2.Template | None:
 
 
 class Conversations:
-    """The tokens of conversations that ended with an answer, by episode and messages; the longest unused go first."""
+    """The tokens of conversations that ended with an answer, by episode and messages. Where they are too many the longest unused
+    go first: those of the episode that has most, if that is more than its share.
+    """
 
     def __init__(self, model: ModelFolder, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._model = model
         self._most = most_bytes
         self._lock = threading.Lock()  # prompts are worked out beside the event loop
-        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[str, array[int]]] = OrderedDict()
+        self._of: dict[
+            str, OrderedDict[bytes, int]
+        ] = {}  # episode -> its keys and their bytes, in the same order
+        self._held: dict[str, int] = {}  # bytes of each episode's
         self.nbytes = 0
         self.continued = self.rendered = 0  # prompts that began with kept tokens, and all others
 
@@ -167,10 +174,11 @@ class Conversations:
             if message.get("role") != "assistant":
                 continue
             with self._lock:
-                known = self._kept.get(key)
-                if known is None:
+                if key not in self._kept:
                     continue
+                _, known = self._kept[key]
                 self._kept.move_to_end(key)
+                self._of[episode].move_to_end(key)
             said = self._model.text(known, skip_special_tokens=False)
             if text.startswith(said):
                 self.continued += 1
@@ -196,13 +204,32 @@ class Conversations:
         *_, last = _keys(episode, chat)
         key, kept = _next(last, message), array("i", [*prompt, *tokens])
         with self._lock:
-            before = self._kept.pop(key, None)
-            self.nbytes -= 4 * len(before) if before is not None else 0
-            self._kept[key] = kept
+            self._drop(key)
+            self._kept[key] = episode, kept
+            mine = self._of.setdefault(episode, OrderedDict())
+            mine[key] = 4 * len(kept)
             self.nbytes += 4 * len(kept)
+            self._held[episode] = self._held.get(episode, 0) + 4 * len(kept)
             while self.nbytes > self._most:
-                _, oldest = self._kept.popitem(last=False)
-                self.nbytes -= 4 * len(oldest)
+                largest = max(self._held, key=self._held.__getitem__)
+                over = self._held[largest] > self._most // EPISODE_SHARE
+                self._drop(next(iter(self._of[largest] if over else self._kept)))
+
+    def forget(self, episode: str) -> None:
+        """It is over."""
+        with self._lock:
+            for key in list(self._of.get(episode, ())):
+                self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        if key in self._kept:
+            episode, _ = self._kept.pop(key)
+            mine = self._of[episode]
+            nbytes = mine.pop(key)
+            self.nbytes -= nbytes
+            self._held[episode] -= nbytes
+            if not mine:
+                del self._of[episode], self._held[episode]
 
 
 def _loaded(arguments: str) -> Any:

@@ -253,7 +253,9 @@ class Harvester:
     async def _cancel_all(self) -> None:
         try:
             while jobs := self.tracker.jobs({}):
-                staying = [job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED]
+                staying = [
+                    job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED or job.returned
+                ]
                 chosen = [
                     Cancel(intent_id, "the daemon shuts down", HarvestCode.SHUTDOWN) for intent_id in staying
                 ]
@@ -451,7 +453,7 @@ class Harvester:
         assert self.view is not None
         await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
-        stopped = self._stopping.is_set() or self.stop_state.stop_read != self.stop_state.stop_in_force
+        stopped = self._stopping.is_set() or self.stop_state.changed
         return not (old or stopped)
 
     def _mint(self, run: str) -> tuple[str, str]:

@@ -4,6 +4,8 @@
     stop file, drain file --StopState.poll-------------> +--> StopState.limits --> decide
     hidden jobs, polls that fell behind ---------------> +
 
+Files in `drained-nodes`, named after nodes, keep engines off these: `scavenger drain --node` writes them.
+
 Two files stop harvesting while they are there: the site's `harvest.stop_file`, which an admin may write without knowing us, and the state
 directory's `drain`, which the command writes. One whose first word is "now" does not wait for engines to drain.
 
@@ -18,22 +20,26 @@ Owns these files, that rule, its log and the events that report a change. Decide
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import errno
 import math
 import os
+import re
 import stat
 import time
 import zoneinfo
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
 from scavenger.asyncio_helpers import patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, HarvestSection, Hours, OwnersSection
+from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Caps,
@@ -101,6 +107,7 @@ def limits_of(
     restricted: bool = False,
     preempted_last_hour: int = 0,
     could_start_since: tuple[tuple[int, float], ...] = (),
+    drained: Mapping[str, str] = MappingProxyType({}),
     by_qos: bool = False,
     plan_step_s: float = 60.0,
 ) -> Limits:
@@ -160,6 +167,7 @@ def limits_of(
             not_before_reason=why,
             preempted_last_hour=preempted_last_hour,
             doubted=health.doubted(now),
+            drained=tuple(sorted(drained.items())),
         ),
         owners=owner_rules(config.owners),
         blackouts=blackouts(harvest, now),
@@ -348,7 +356,9 @@ class StopFiles:
         self.unread = unread
 
 
-DRAIN = "drain"
+DRAIN, DRAINED_NODES = "drain", "drained-nodes"
+#: What may name a node in a file's name: Slurm's own names of nodes, and no path.
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 HOUR_S = 3600.0
 _MOST_BYTES = 500
 
@@ -370,6 +380,39 @@ def resume(state_dir: Path) -> bool:
     there = path.exists()
     path.unlink(missing_ok=True)
     return there
+
+
+def drain_node(state_dir: Path, node: str, reason: str) -> None:
+    """Have engines leave this node, and none start there until `resume_node`. Raises `ConfigError` for what is no node's name."""
+    keys.write_private(_node_path(state_dir, node), f"{' '.join(reason.split())}\n".encode())
+
+
+def resume_node(state_dir: Path, node: str) -> bool:
+    """Undo `drain_node`. False when it was not drained."""
+    path = _node_path(state_dir, node)
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
+
+
+def drained_nodes(state_dir: Path) -> dict[str, str]:
+    """Nodes that `drain_node` named, with what to say of them. Raises OSError."""
+    try:
+        names = sorted(os.listdir(state_dir / DRAINED_NODES))
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for name in filter(_NODE_NAME.fullmatch, names):
+        with contextlib.suppress(FileNotFoundError):
+            said = " ".join(_beginning(state_dir / DRAINED_NODES / name).split())
+            found[name] = f"{name} is drained by scavenger drain --node{f': {said}' if said else ''}"
+    return found
+
+
+def _node_path(state_dir: Path, node: str) -> Path:
+    if not _NODE_NAME.fullmatch(node):
+        raise ConfigError(f"{node!r} is no node's name", "name one as `sinfo -N` does")
+    return state_dir / DRAINED_NODES / node
 
 
 def read_stop(path: Path | None, what: str) -> Stop | None:
@@ -433,6 +476,8 @@ class StopState:
         self.events: list[rec.Event] = []
         self.stop_read: Stop | None = None  # as of the last `poll`
         self.stop_in_force: Stop | None = None  # as of the last `update_limits`
+        self.drained_nodes: dict[str, str] = {}  # by node, why: as of the last `poll` that could read it
+        self.drained_in_force: dict[str, str] = {}  # as of the last `update_limits`
         self.hidden = ""  # why other users' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
         self.concluded = ""  # the last decision's reason, for `scavenger status`
@@ -448,6 +493,8 @@ class StopState:
         stop = self.files.poll(config.harvest.stop_file, "the stop file")
         drained = self.files.poll(drain_path(config.daemon.state_dir), "scavenger drain")
         self.files.answered()
+        with contextlib.suppress(OSError):  # unreadable: what was last known holds
+            self.drained_nodes = drained_nodes(config.daemon.state_dir)
         self.stop_read = (
             drained
             if drained is not None and (stop is None or (drained.at_once and not stop.at_once))
@@ -455,11 +502,16 @@ class StopState:
         )
 
     def poll_and_compare(self) -> bool:
-        """Whether harvesting was stopped or resumed since the last decision; a thread polls again for the next time."""
+        """Whether harvesting, or a node, was stopped or resumed since the last decision; a thread polls again for the next time."""
         self._begin()
         if self._left_s() <= 0:
             self.files.no_answer()
-        return self.stop_read != self.stop_in_force
+        return self.changed
+
+    @property
+    def changed(self) -> bool:
+        """Whether the files order something else than at the last `update_limits`."""
+        return self.stop_read != self.stop_in_force or self.drained_nodes != self.drained_in_force
 
     async def poll_now(self) -> None:
         """Have the files read in a thread, and know the answer, or that there is none in time."""
@@ -497,6 +549,7 @@ class StopState:
         """What is allowed now, by the last `poll`; what that changes is noted here, and in `events`."""
         config, harvest = self._config(), self._config().harvest
         self._note_stop(self.stop_read, now)
+        self._note_drained(now)
         self._note_hidden(hidden_jobs(info, view, harvest.sees_all_jobs, now), now)
         part = view.partition(harvest.partition)
         limits = limits_of(
@@ -510,6 +563,7 @@ class StopState:
             restricted=part is not None and part.restricted,
             preempted_last_hour=tracker.preempted_since(now - HOUR_S),
             could_start_since=tuple(self._could_start.items()),
+            drained=self.drained_in_force,
             by_qos=info.preempts_by == "qos",
             plan_step_s=info.plan_step_s,
         )
@@ -535,6 +589,18 @@ class StopState:
             )
             self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
         self.stop_in_force = stop
+
+    def _note_drained(self, now: float) -> None:
+        before, drained = self.drained_in_force, self.drained_nodes
+        for node in sorted(before.keys() | drained.keys()):
+            if before.get(node) != drained.get(node):
+                kind, why = (
+                    ("node_drained", drained[node])
+                    if node in drained
+                    else ("node_undrained", "engines may start there again")
+                )
+                self.events.append(rec.Event(kind, 0, node, why, "{}", now))
+        self.drained_in_force = drained
 
     def _note_hidden(self, hidden: str, now: float) -> None:
         if bool(hidden) != bool(self.hidden):

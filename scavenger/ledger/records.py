@@ -252,7 +252,11 @@ class EpisodeEnded(Record, frozen=True):
 
 
 class TurnBegun(Record, frozen=True):
-    """A group is the `number`th turn of an episode. `request`, `content`: SHA-256 of what names the request, and of what it asks for."""
+    """A group is the `number`th turn of an episode. `request`, `content`: SHA-256 of what names the request, and of what it asks for.
+
+    `parent_id`: the sample with whose prompt and completion its prompt begins, for `prefix_len` tokens; its `GroupCreated` has the rest.
+    `prompt_tokens`, `prompt_sha256`: of the whole prompt.
+    """
 
     group_id: int
     episode_id: int
@@ -260,7 +264,18 @@ class TurnBegun(Record, frozen=True):
     number: int
     request: bytes
     content: bytes
+    parent_id: int  # 0: none
+    prefix_len: int
+    prompt_tokens: int
+    prompt_sha256: bytes
     at: float
+
+
+class TurnSampleFinished(Record, frozen=True):
+    """A turn's sample is complete. `sha256`: of the tokens of its prompt and completion, which a later turn may begin with."""
+
+    sample_id: int
+    sha256: bytes
 
 
 # ---------------------------------------------------------------- workers, jobs, cluster
@@ -601,3 +616,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     next_episode_id: int = 1
     episodes: tuple[EpisodeState, ...] = ()
     turns: tuple[TurnBegun, ...] = ()  # of open episodes, in the order of their numbers
+    turn_samples: tuple[TurnSampleFinished, ...] = ()  # of these
+    #: (sample, accepted tokens) of turns' samples that are under way; their groups have whole prompts, those of other turns none.
+    turn_tokens: tuple[tuple[int, bytes], ...] = ()

@@ -168,7 +168,7 @@ groups = Table(
     _int("retry"),
     _int("created_version"),
     _int("version"),  # the one it goes on under, after adoption
-    _bytes("prompt"),
+    _bytes("prompt"),  # int32; of a turn what it adds to its parent's prompt and completion
     _int("n"),
     _int("first_sample_id"),
     _text("sampling"),
@@ -292,7 +292,8 @@ episodes = Table(
     Index("ix_episodes_run", "run_id", "state"),
 )
 
-#: A turn is a group of `groups`, with its samples, leases and chunks; this is its place in an episode.
+#: A turn is a group of `groups`, with its samples, leases and chunks; this is its place in an episode. Its prompt begins with the first
+#: `prefix_len` tokens of its parent's prompt and completion, and `groups.prompt` holds the rest alone (`read.prompts` joins them).
 turns = Table(
     "turns",
     metadata,
@@ -303,7 +304,19 @@ turns = Table(
     _bytes("request"),  # SHA-256 of what names the caller's request
     _bytes("content"),  # SHA-256 of what it asked for
     _time("begun_at"),
+    _int("parent_id"),  # a sample of an earlier turn of the episode; 0 = none
+    _int("prefix_len"),  # tokens
+    _int("prompt_tokens"),  # of the whole prompt
+    _bytes("prompt_sha256"),  # of the whole prompt's tokens; empty once they are purged
     Index("ix_turns_episode", "episode_id"),
+)
+
+#: A turn's sample that is complete: by this hash a later turn of the episode finds what its prompt begins with.
+turn_samples = Table(
+    "turn_samples",
+    metadata,
+    _key("sample_id"),
+    _bytes("sha256"),  # of the tokens of its prompt and completion
 )
 
 # ---------------------------------------------------------------- workers, jobs, cluster

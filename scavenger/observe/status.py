@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,13 +22,42 @@ import structlog
 
 from scavenger.asyncio_helpers import within
 from scavenger.errors import DaemonUnavailable
-from scavenger.harvest.decide.actions import DrainKind
+from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
+from scavenger.observe import fleet
 from scavenger.observe.training import TrainingJob
 from scavenger.printable import printable
 from scavenger.protocol import keys
+
+
+@dataclass(frozen=True, slots=True)
+class JobCounts:
+    """Our jobs as status counts them. `draining`: of `engines`, those that were asked to leave, or cancelled."""
+
+    engines: int
+    gpus: int
+    waiting: int
+    standby_jobs: int
+    draining: int
+
+
+def counted(jobs: Sequence[OurJob]) -> JobCounts:
+    """What holds GPUs, what waits for some, and what drains. Pure.
+
+    A job that was asked to leave and holds no GPU any more is counted nowhere: its engine is gone, and it takes no other.
+    """
+    holding = [job for job in jobs if not job.waits]
+    staying = [job for job in jobs if job.waits and job.drain_kind is DrainKind.NO]
+    standby_jobs = sum(job.standby for job in staying)
+    return JobCounts(
+        engines=len(holding),
+        gpus=sum(job.gpus for job in holding),
+        waiting=len(staying) - standby_jobs,
+        standby_jobs=standby_jobs,
+        draining=sum(job.drain_kind is not DrainKind.NO for job in holding),
+    )
 
 
 def take(harvester: Harvester | None, now: float) -> Harvest | None:
@@ -36,16 +66,18 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         return None
     partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
     jobs = harvester.tracker.jobs({})
-    holding = [job for job in jobs if not job.waits]
+    ours = counted(jobs)
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
+    closed = dict(harvester.tracker.health.quarantined(now)) | stop_state.drained_nodes
+    nodes = fleet.nodes_of(view, partition, harvester.tracker.job_ids(), jobs, closed) if view else ()
     return Harvest(
         partition,
-        engines=len(holding),
-        gpus=sum(job.gpus for job in holding),
-        waiting=sum(job.waits and not job.standby for job in jobs),
-        standby_jobs=sum(job.standby for job in jobs),
-        draining=sum(job.drain_kind is not DrainKind.NO for job in jobs),
+        engines=ours.engines,
+        gpus=ours.gpus,
+        waiting=ours.waiting,
+        standby_jobs=ours.standby_jobs,
+        draining=ours.draining,
         seen_at=view.observed_at if view is not None else 0.0,
         idle=seen.idle if seen is not None else 0,
         gpus_other_users=seen.other_users if seen is not None else 0,
@@ -58,7 +90,16 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         set_up=harvester.tracker.health.set_up_fault(),
         polls_late=harvester.polls_late(),
         polls_fail=harvester.polls_fail,
+        nodes=nodes,
     )
+
+
+def outlooks(harvester: Harvester | None, now: float) -> dict[str, fleet.JobOutlook]:
+    """By intent, what is known of how long our jobs' GPUs stay ours; nothing where nothing is harvested."""
+    if harvester is None:
+        return {}
+    known = harvester.session.idling.known(0.0, now)
+    return fleet.outlooks(harvester.tracker.jobs({}), harvester.view, known, now)
 
 
 log = structlog.get_logger()
@@ -74,7 +115,7 @@ SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Harvest(msgspec.Struct, frozen=True):
-    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `draining`: of both, those that are to drain.
+    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `draining`: of `engines`, those that are to leave.
 
     `seen_at` (Unix seconds, 0 = never) is of the last complete poll, whose figures `idle`, `gpus_other_users` (GPUs)
     and `jobs_pending_other_users` (jobs) are.
@@ -102,6 +143,7 @@ class Harvest(msgspec.Struct, frozen=True):
     connected: int | None = None
     connected_gpus: int = 0
     polls_late: str = ""  # by how much polls are behind the promised interval, and why; "" = they are not
+    nodes: tuple[fleet.NodeGpus, ...] = ()  # of the whole cluster, by name, at the last complete poll
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
@@ -165,6 +207,8 @@ class Status(msgspec.Struct, frozen=True):
     weights_pauses: tuple[
         WeightsPause, ...
     ] = ()  # of open runs whose engines went from one version to the next
+    engines: tuple[fleet.EngineNow, ...] = ()  # of open runs, by id
+    runs: tuple[fleet.RunNow, ...] = ()  # the open ones, by name
 
 
 def path(state_dir: Path) -> Path:
@@ -281,7 +325,7 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         )
         since = f"{max(0.0, now - status.at):.0f} s ago"
         held = f"{h.engines} engines held {h.gpus} GPUs {polled}; {h.connected} engines on {h.connected_gpus} GPUs were connected {since}"
-    said = [f"harvest   partition {h.partition}: {held}, {queue}{draining}"]
+    said = [f"harvest   partition {h.partition}: {held}{draining}, {queue}"]
     if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:
@@ -403,6 +447,8 @@ _ENDS = (
     "training",
     "gpu_memory",
     "weights_pauses",
+    "engines",
+    "runs",
 )
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(

@@ -82,19 +82,23 @@ class Shift:
 
 
 class _Work:
-    """One engine while moves are tried. `extra_s`: prefills of samples that came."""
+    """One engine while moves are tried. `extra_s`: prefills of samples that came; `drain_s`: when it is done with all it has.
+
+    Whatever changes what it has ends with `_settle`.
+    """
 
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
         self.samples = {s.sample_id: s for s in load.samples}
-        self.work_s = sum([load.curve.work_s(s.have, s.rest) for s in load.samples])
-        self.context = sum([s.have + s.rest / 2 for s in load.samples])
+        held = [(s.have, s.rest) for s in load.samples]
+        self.work_s = load.curve.works_s(held)
+        self.context = sum([have + rest / 2 for have, rest in held])
         self.extra_s = 0.0
-        self.longest = max([s.rest for s in load.samples], default=0.0)
+        self.longest = max([rest for _, rest in held], default=0.0)
+        self._settle()
 
-    @property
-    def drain_s(self) -> float:
-        return self.load.curve.base * self.longest + self.work_s + self.extra_s
+    def _settle(self) -> None:
+        self.drain_s = self.load.curve.base * self.longest + self.work_s + self.extra_s
 
     def without_s(self, sample: Running, longest: float) -> float:
         """When it is done without this one; `longest` of the others."""
@@ -118,21 +122,25 @@ class _Work:
         self.work_s -= self.load.curve.work_s(sample.have, sample.rest)
         self.context -= sample.have + sample.rest / 2
         if sample.rest >= self.longest:
-            self.longest = max((s.rest for s in self.samples.values()), default=0.0)
+            self.longest = max([s.rest for s in self.samples.values()], default=0.0)
+        self._settle()
 
     def put_back(self, sample: Running) -> None:
         self.samples[sample.sample_id] = sample
         self.work_s += self.load.curve.work_s(sample.have, sample.rest)
         self.context += sample.have + sample.rest / 2
         self.longest = max(self.longest, sample.rest)
+        self._settle()
 
     def undo(self, sample: Running, price: Price) -> None:
         self.give(sample)
         self.extra_s -= price.of(sample)
+        self._settle()
 
     def take(self, sample: Running, price: Price) -> None:
         self.put_back(sample)
         self.extra_s += price.of(sample)
+        self._settle()
 
 
 def rebalance(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from scavenger.policy.forecast.service import columns
 from scavenger.policy.forecast.step import NEVER, Situation, StepModel
 
 GRID = 10
@@ -266,12 +267,11 @@ def size_fleet(situation: Situation, most: int, least_saving: float) -> FleetSiz
     doubling and bisection find the number; the saving of one engine is the mean over a few, to even out the search's own error.
     """
     known: dict[int, float] = {}
+    whole = replace(situation, samples=columns(situation.samples))  # the same for every size that is tried
 
     def at(engines: int) -> float:
         if engines not in known:
-            sized = replace(
-                situation, harvested=replace(situation.harvested, engines=float(engines)), arrivals=()
-            )
+            sized = replace(whole, harvested=replace(whole.harvested, engines=float(engines)), arrivals=())
             known[engines] = _step_s(sized)
         return known[engines]
 

@@ -100,6 +100,10 @@ def secure(socket: zmq.Socket[Any], server_key: str, keypair: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keypair.secret.encode())
 
 
+_OWNER_KEY = "owner.key"
+_JOIN = "`scavenger join PUBLIC_DIR` makes a key of your own (docs/site.md)"
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` atomically by a file that only its owner can read, durable before it is visible."""
     _replace(path, data, 0o600)
@@ -140,13 +144,30 @@ def _read_private(path: Path) -> bytes:
                 raise AuthError(f"{path} has {status.st_size} bytes: it is no key file", "restore it")
             return file.read(_MOST_BYTES)
     except FileNotFoundError as error:
-        raise AuthError(
-            f"{path} does not exist", "run `scavenger init` first, or name the right state directory"
-        ) from error
+        raise AuthError(f"{path} does not exist", _how_to_get(path)) from error
     except PermissionError as error:
-        raise AuthError(
-            f"{path} cannot be read: {error.strerror}", "run as the user who owns the key"
-        ) from error
+        theirs = f"of a site name its public folder (daemon.public_dir) instead of the daemon's state directory; {_JOIN}"
+        remedy = theirs if path.name == _OWNER_KEY else "run as the user who owns the key"
+        raise AuthError(f"{path} cannot be read: {error.strerror}", remedy) from error
+
+
+def _how_to_get(path: Path) -> str:
+    """What the user who looks for this key does. An owner's key may be of a site whose daemon is another user's."""
+    if path.name != _OWNER_KEY:
+        return "run `scavenger init` first, or name the right state directory"
+    folder = path.parent.parent
+    if (folder / "requests").is_dir():
+        return f"`scavenger join {folder}` makes a key of your own (docs/site.md)"
+    return f"{_JOIN}; for a daemon of your own `scavenger init` makes one"
+
+
+def absent_daemon(folder: Path) -> str:
+    """What the user does where no daemon serves whose state directory, or public folder, is `folder`."""
+    try:
+        own = folder.stat().st_uid == os.getuid()
+    except OSError:
+        own = True
+    return "start it: `scavenger daemon`" if own else "ask the site's admin whether the daemon runs"
 
 
 def read_trusted(path: Path) -> bytes:
@@ -202,21 +223,19 @@ def read_rendezvous(folder: Path) -> Rendezvous:
     try:
         return msgspec.json.decode(read_trusted(path), type=Rendezvous)
     except FileNotFoundError as error:
-        raise DaemonUnavailable(
-            f"no daemon has announced itself in {path}", "start it: `scavenger daemon`"
-        ) from error
+        raise DaemonUnavailable(f"no daemon has announced itself in {path}", absent_daemon(folder)) from error
     except msgspec.MsgspecError as error:
         raise DaemonUnavailable(f"{path} is not a rendezvous file: {error}", "restart the daemon") from error
 
 
 def owner_key_path(state_dir: Path) -> Path:
-    return state_dir / "keys" / "owner.key"
+    return state_dir / "keys" / _OWNER_KEY
 
 
 def own_key_path(environ: Mapping[str, str] = os.environ) -> Path:
     """The key of the user who runs this, outside any state directory (`scavenger join`)."""
     base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config"
-    return Path(base) / "scavenger" / "owner.key"
+    return Path(base) / "scavenger" / _OWNER_KEY
 
 
 def note_site(public_dir: Path) -> None:

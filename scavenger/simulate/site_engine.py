@@ -50,6 +50,11 @@ def zeros(tokens: int) -> bytes:
     return _ZEROS[: 4 * tokens] if tokens <= 131_072 else bytes(4 * tokens)
 
 
+def _counted(tokens: int) -> tuple[int, ...]:
+    """So many tokens, of which only the number is asked."""
+    return cast("tuple[int, ...]", range(tokens))
+
+
 def root_of(version: int) -> bytes:
     """What names a version's bytes."""
     return b"%d" % version
@@ -69,6 +74,9 @@ class CountedTokens(TokenBuffer):
 
     def forget(self, count: int) -> None:
         self._count -= count
+
+    def unpacked(self, accepted: bytes) -> tuple[int, ...]:
+        return _counted(len(accepted) // 4)
 
     def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes, bytes]:
         tokens = zeros(stop - first)
@@ -372,7 +380,7 @@ class SimEngine:
         deltas = []
         for handle, length in lengths.items():
             one = self._requests[handle]
-            new = cast("tuple[int, ...]", range(length - one.given))  # only its length is asked
+            new = _counted(length - one.given)
             finish = "stop" if length == one.target else None
             if new or finish:
                 deltas.append(worker.Delta(handle, new, new, new, finish))

@@ -86,16 +86,43 @@ class ModelShape:
         experts = 3 * self.hidden * (self.experts * self.expert_inner + self.shared_inner)
         return attention + norms + experts + self.hidden * self.experts
 
+    @property
+    def whole(self) -> int:
+        """Weights that tensor parallelism does not cut: norms and routers."""
+        norms = self.layers * (2 * self.hidden + 2 * self.head_dim * self.head_norms) + self.hidden
+        return norms + self.sparse_layers * self.experts * self.hidden
+
+    def slice(self, ranks: int) -> ModelShape:
+        """What one of so many ranks of tensor parallelism computes: its heads, its part of each width, its experts and the tokens that go
+        to them on average, its entries of the vocabulary."""
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            parameters=self.whole + (self.parameters - self.whole) // ranks,
+            inner=self.inner // ranks,
+            vocabulary=self.vocabulary // ranks,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            experts=self.experts // ranks,
+            chosen=-(-self.chosen // ranks),
+            shared_inner=self.shared_inner // ranks,
+        )
+
     def adapters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Weights of adapters of this rank beside every layer that a target names. Experts, which are no linear layers, have none."""
         widths = {"hidden": self.hidden, "queries": self.queries, "keys": self.keys, "inner": self.inner}
-        total = 0
-        for target in targets:
-            sides = _PROJECTIONS.get(target, ("hidden", "hidden"))
-            dense = "inner" not in sides
-            count = self.layers if dense else self.layers - self.sparse_layers
-            total += count * rank * sum(widths[side] for side in sides)
-        return total
+        each = ((self._with(target), _PROJECTIONS.get(target, ("hidden", "hidden"))) for target in targets)
+        return sum(count * rank * sum(widths[side] for side in sides) for count, sides in each)
+
+    def whole_adapters(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Of these the weights that tensor parallelism does not cut: the side of each that faces the hidden width."""
+        return sum(self._with(target) for target in targets) * rank * self.hidden
+
+    def _with(self, target: str) -> int:
+        """Layers that a target is in."""
+        dense = "inner" in _PROJECTIONS.get(target, ())
+        return self.layers - self.sparse_layers if dense else self.layers
 
 
 def of_config(config: Mapping[str, Any], parameters: int = 0) -> ModelShape:

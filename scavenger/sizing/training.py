@@ -34,8 +34,8 @@ class TrainJob:
     of adapters; rank 0: all is trained. `compute`, `master`: bytes of a value as layers compute, and of a master weight. `flash`: attention
     gives its result in the layout that the next layer wants, as on GPUs. `per_node`: ranks of a node, 0 = all of one.
     `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold. `replicas`: of the model, over the `ranks`. `context`: ranks
-    that share each sample's tokens. `sample_tokens`: of the longest sample that an engine must hold (`model.context_length`), whatever is
-    trained of it at once; 0: not known.
+    that share each sample's tokens. `tensor`: ranks that cut each layer. `sample_tokens`: of the longest sample that an engine must hold
+    (`model.context_length`), whatever is trained of it at once; 0: not known.
     """
 
     ranks: int
@@ -61,6 +61,7 @@ class TrainJob:
     replicas: int = 1
     context: int = 1
     sample_tokens: int = 0
+    tensor: int = 1
 
     @property
     def computed_tokens(self) -> int:
@@ -71,6 +72,11 @@ class TrainJob:
     def shards(self) -> int:
         """Ranks over which states are cut."""
         return self.ranks // self.replicas
+
+    @property
+    def slice_ranks(self) -> int:
+        """Ranks over which a slice of a layer is cut; all of a replica without tensor parallelism."""
+        return self.shards // self.tensor
 
     @property
     def node_ranks(self) -> int:
@@ -92,13 +98,19 @@ class States:
 
 
 def states(shape: ModelShape, job: TrainJob) -> States:
-    """Masters of all parameters, adapters' too; gradient and two moments of the trained ones; all cut over a replica's ranks."""
-    held = shape.parameters + (job.trained if job.lora_rank else 0)
-    share = job.master / job.shards
-    copy = shape.parameters if job.reference else 0
-    return States(
-        int(held * share), int(copy * share), int(2 * job.trained * share), int(job.trained * share)
-    )
+    """Masters of all parameters, adapters' too; gradient and two moments of the trained ones; all cut over a replica's ranks. What tensor
+    parallelism leaves whole is cut over those of one slice alone."""
+    whole = shape.whole_adapters(job.lora_rank, job.targets) if job.lora_rank else shape.whole
+    base, trained = _cut(shape.parameters, shape.whole, job.tensor), _cut(job.trained, whole, job.tensor)
+    held = base + (trained if job.lora_rank else 0)
+    share = job.master / job.slice_ranks
+    copy = base if job.reference else 0
+    return States(int(held * share), int(copy * share), int(2 * trained * share), int(trained * share))
+
+
+def _cut(values: float, whole: float, ranks: int) -> float:
+    """Of so many values, of which some stay whole, those of one of so many ranks of tensor parallelism."""
+    return whole + (values - whole) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,9 @@ def moments(shape: ModelShape, job: TrainJob) -> tuple[Moment, ...]:
     """The points at which a micro-batch may take most: `head` (forward pass ended), `backward`, `reduce` (all layers done)."""
     tokens, c, m = job.computed_tokens, job.compute, job.master
     full, layers = not job.lora_rank, max(1, shape.layers)
-    trained = shape.layer if full else job.trained // layers  # of one layer
+    adapters = _cut(job.trained, shape.whole_adapters(job.lora_rank, job.targets), job.tensor)
+    shape = shape.slice(job.tensor)
+    trained = shape.layer if full else int(adapters) // layers  # of one layer
     table = shape.vocabulary * shape.hidden
     stream = c * shape.hidden * tokens  # a value a token and unit of the hidden width
     batch = tokens * (_BATCH_NBYTES + 2 * c * shape.head_dim)
@@ -139,7 +153,7 @@ def moments(shape: ModelShape, job: TrainJob) -> tuple[Moment, ...]:
     layer = c * (shape.layer + (0 if full else trained))  # gathered; and the next one, on its way
     root, of_root = c * shape.root, c * table * full
     flat = m * trained  # a layer's gradients, gathered from its parameters, on their way to the ranks
-    summed = flat // job.shards if job.shards > 1 else 2 * flat
+    summed = flat // job.slice_ranks if job.slice_ranks > 1 else 2 * flat
     outside = m * shape.root * full
     tied = root + 3 * of_root + flat if shape.tied else 0
     return (

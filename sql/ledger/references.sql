@@ -26,12 +26,33 @@ UNION ALL
 SELECT 'groups without their prompt that were not purged', count(*)
 FROM groups g
 WHERE length(g.prompt) = 0 AND EXISTS (SELECT 1 FROM samples s WHERE s.group_id = g.group_id AND COALESCE(s.contents, '') <> 'purged')
+  AND NOT EXISTS (SELECT 1 FROM turns u WHERE u.group_id = g.group_id AND u.prefix_len = u.prompt_tokens)
 UNION ALL
 SELECT 'turns without their group', count(*)
 FROM turns u LEFT JOIN groups g ON g.group_id = u.group_id AND g.run_id = u.run_id WHERE g.group_id IS NULL
 UNION ALL
 SELECT 'turns without their episode', count(*)
 FROM turns u LEFT JOIN episodes e ON e.episode_id = u.episode_id AND e.run_id = u.run_id WHERE e.episode_id IS NULL
+UNION ALL
+SELECT 'turns whose parent is no sample of an earlier turn of their episode', count(*)
+FROM turns u
+LEFT JOIN samples p ON p.sample_id = u.parent_id
+LEFT JOIN turns o ON o.group_id = p.group_id
+WHERE u.parent_id <> 0 AND (o.group_id IS NULL OR o.episode_id <> u.episode_id OR o.number >= u.number)
+UNION ALL
+SELECT 'turns that share more with their parent than it has', count(*)
+FROM turns u
+JOIN samples p ON p.sample_id = u.parent_id
+JOIN turns o ON o.group_id = p.group_id
+WHERE u.prefix_len > o.prompt_tokens + p.accepted_len
+UNION ALL
+SELECT 'turns whose prompt has another length than what they share and add', count(*)
+FROM turns u
+JOIN groups g ON g.group_id = u.group_id
+WHERE u.prompt_tokens <> u.prefix_len + COALESCE(g.purged_prompt_tokens, length(g.prompt) / 4)
+UNION ALL
+SELECT 'sequences of turns without their sample', count(*)
+FROM turn_samples t LEFT JOIN samples s ON s.sample_id = t.sample_id WHERE s.sample_id IS NULL
 UNION ALL
 SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
 UNION ALL

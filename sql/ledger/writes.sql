@@ -138,8 +138,14 @@ SET state=:p_state, reason=:p_reason, ended_at=:p_at
 WHERE episodes.episode_id = :p_episode_id;
 
 -- TurnBegun
-INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun_at)
-VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content, :p_at);
+INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun_at, parent_id, prefix_len,
+    prompt_tokens, prompt_sha256)
+VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content, :p_at, :p_parent_id, :p_prefix_len,
+    :p_prompt_tokens, :p_prompt_sha256);
+
+-- TurnSampleFinished
+INSERT INTO turn_samples (sample_id, sha256)
+VALUES (:p_sample_id, :p_sha256);
 
 -- WorkerJoined
 INSERT INTO workers (worker_id, run_id, kind, intent_id, session, incarnation, job_id, node, gpus, engine, slot,

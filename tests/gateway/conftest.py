@@ -97,7 +97,7 @@ def served(daemon: LiveDaemon, run: Run, folder: Path) -> Iterator[LiveGateway]:
     """A gateway in a thread of its own."""
     pytest.importorskip("starlette", reason="the extra `gateway`")
     uvicorn = pytest.importorskip("uvicorn", reason="the extra `gateway`")
-    from scavenger.gateway.app import Gateway, make_app
+    from scavenger.gateway.app import Gateway, make_app, server_config
 
     ready = threading.Event()
     found: dict[str, Any] = {}
@@ -107,9 +107,7 @@ def served(daemon: LiveDaemon, run: Run, folder: Path) -> Iterator[LiveGateway]:
         gateway = found["gateway"] = Gateway(
             Link(daemon.state_dir, pair, "r"), ModelFolder(folder, ()), "r", SPEC.context_length, SECRET
         )
-        config = uvicorn.Config(
-            make_app(gateway), port=0, log_level="warning", lifespan="on", timeout_graceful_shutdown=1
-        )
+        config = server_config(make_app(gateway), port=0, timeout_graceful_shutdown=1)
         server = found["server"] = uvicorn.Server(config)
         task = asyncio.create_task(server.serve())
         while not server.started and not task.done():

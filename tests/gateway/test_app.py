@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -296,6 +297,158 @@ def test_a_refusal_by_the_daemon_has_its_status(live: LiveGateway) -> None:
     answer = live.post("/inference/v1/generate", BODY)
     assert answer.status_code == 400
     assert "the run has ended" in answer.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- callers that leave, dawdle or flood
+
+
+def test_a_caller_that_leaves_a_whole_answer_gives_its_place_back(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine is there yet: a caller with a short patience asks again and again, and is never its own flood."""
+    monkeypatch.setattr("scavenger.gateway.app.MAX_EPISODE_CALLS", 2)
+    for path, body in (
+        ("/inference/v1/generate", BODY),
+        ("/inference/v1/generate", BODY | {"stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        for _ in range(4):
+            with (
+                httpx2.Client(base_url=live.http.base_url, timeout=0.3) as hasty,
+                pytest.raises(httpx2.TimeoutException),
+            ):
+                hasty.post(path, json=body, headers=live.key("e"))
+            eventually(lambda: not live.gateway.calls)
+    assert not live.gateway.link.open_turns
+    assert not live.gateway.bodies
+    with worker(live.daemon):
+        assert len(live.generate()["choices"][0]["token_ids"]) == 8
+    assert live.count("turns") == 2
+
+
+def test_an_unknown_path_and_method_are_told_in_openai_s_shape(live: LiveGateway) -> None:
+    for method, path, status in (("POST", "/v1/responses", 404), ("GET", "/v1/chat/completions", 405)):
+        answer = live.http.request(method, path, headers=live.key("e"))
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert (error["type"], error["code"], path in error["message"]) == (
+            "invalid_request_error",
+            status,
+            True,
+        )
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nX-"])
+def test_headers_that_do_not_come_cost_a_connection_for_a_while_only(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.HEADERS_S", 0.5)
+    url = live.http.base_url
+    with socket.create_connection((url.host, url.port), 30) as slow:
+        slow.sendall(sent)
+        assert slow.recv(4096) == b"", "closed"
+
+
+def test_a_connection_that_waits_for_its_answer_is_left_alone(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.HEADERS_S", 0.2)
+    found: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: found.append(live.generate()))
+    asking.start()
+    time.sleep(1.0)
+    with worker(live.daemon):
+        asking.join(60)
+    assert len(found) == 1
+
+
+def test_headers_are_bounded(live: LiveGateway) -> None:
+    from scavenger.gateway.app import MAX_HEADER_BYTES
+
+    url = live.http.base_url
+    with socket.create_connection((url.host, url.port), 30) as flood:
+        flood.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\nX-Long: " + b"a" * (MAX_HEADER_BYTES + 1))
+        assert flood.recv(4096).startswith(b"HTTP/1.1 400")
+
+
+def test_bodies_are_bounded_by_the_context(live: LiveGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.LEAST_BODY_BYTES", 100)
+    monkeypatch.setattr("scavenger.gateway.app.BODY_BYTES_A_TOKEN", 4)
+    assert live.gateway.max_body == 4 * 64
+    assert live.post("/inference/v1/generate", {"token_ids": [1] * 200}).status_code == 413
+
+
+def test_the_bodies_of_one_episode_are_bounded_together(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.LEAST_BODY_BYTES", 100)
+    monkeypatch.setattr("scavenger.gateway.app.BODY_BYTES_A_TOKEN", 2)
+    monkeypatch.setattr("scavenger.gateway.app.MAX_EPISODE_BODIES", 1)
+    assert live.gateway.max_body == 128
+    asking = threading.Thread(target=lambda: live.generate("big", request_id="a"))
+    asking.start()
+    eventually(lambda: live.gateway.bodies.get("big"))
+    refused = live.post("/inference/v1/generate", BODY | {"request_id": "b"}, "big")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    with worker(live.daemon):
+        live.generate("small", request_id="c")
+        asking.join(60)
+    eventually(lambda: not live.gateway.bodies)
+
+
+def test_of_one_episode_s_requests_one_at_a_time_is_rendered(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendering has a few threads for everybody: one episode takes one of them."""
+    now, most, honest = [0], [0], live.gateway.conversations.prompt
+
+    def slow(episode: str, chat: Any) -> list[int]:
+        if episode == "flood":
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            time.sleep(0.1)
+            now[0] -= 1
+        return list(honest(episode, chat))
+
+    monkeypatch.setattr(live.gateway.conversations, "prompt", slow)
+
+    def ask(episode: str, number: int) -> None:
+        body = {"messages": [{"role": "user", "content": str(number)}], "max_tokens": 2}
+        with httpx2.Client(base_url=live.http.base_url, timeout=60) as client:
+            assert (
+                client.post("/v1/chat/completions", json=body, headers=live.key(episode)).status_code == 200
+            )
+
+    with worker(live.daemon):
+        asking = [threading.Thread(target=ask, args=("flood", i)) for i in range(10)]
+        for one in asking:
+            one.start()
+        ask("calm", 1)
+        for one in asking:
+            one.join(60)
+    assert most == [1]
+    eventually(lambda: not live.gateway.calls)
+    assert not live.gateway.turnstiles
+
+
+def test_a_gateway_that_ends_in_mid_stream_costs_a_retry(live: LiveGateway, tmp_path: Path) -> None:
+    with worker(live.daemon, pace=0.2):
+        leaving = contextlib.ExitStack()
+        first = leaving.enter_context(served(live.daemon, live.run, write_model(tmp_path / "model")))
+        with (
+            httpx2.Client(base_url=first.http.base_url, timeout=60) as client,
+            client.stream(
+                "POST", "/inference/v1/generate", json=BODY | {"stream": True}, headers=live.key("e")
+            ) as answer,
+        ):
+            lines = answer.iter_lines()
+            begun = json.loads(next(line for line in lines if line).removeprefix("data: "))
+            tokens = begun["choices"][0]["token_ids"]
+            leaving.close()
+        again = live.generate()
+    assert 0 < len(tokens) < 8
+    assert again["choices"][0]["token_ids"][: len(tokens)] == tokens
+    assert (live.count("turns"), live.count("samples")) == (1, 1)
 
 
 # ---------------------------------------------------------------- conversations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scavenger.gateway import dialects, identity
-from scavenger.gateway.dialects import BadRequest, ChatStream, Piece, ToolCall
+from scavenger.gateway.dialects import BadRequest, ChatStream, Piece, TextSoFar, ToolCall
 from scavenger.protocol.messages import Sampling
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -239,3 +239,36 @@ def test_a_key_is_of_one_episode_and_of_one_secret() -> None:
     assert identity.episode_of(mine, identity.admin_key(mine)) == ""
     assert identity.is_admin(mine, identity.admin_key(mine))
     assert not identity.is_admin(theirs, identity.admin_key(mine))
+
+
+def test_a_long_stream_is_decoded_a_few_times_and_not_again_with_each_token() -> None:
+    decoded = [0]
+
+    def text_of(tokens: Sequence[int]) -> str:
+        decoded[0] += len(tokens)
+        return bytes(tokens).decode("utf-8", "replace")
+
+    text = "aé漢\N{GRINNING FACE} " * 400
+    tokens = list(text.encode())
+    said, shown_so_far = TextSoFar(text_of), ""
+    for at in range(0, len(tokens), 3):
+        so_far = said.add(tokens[at : at + 3]).rstrip("\ufffd")
+        assert text.startswith(so_far)
+        assert so_far.startswith(shown_so_far)
+        shown_so_far = so_far
+    assert shown_so_far == said.whole() == text
+    assert decoded[0] < 12 * len(tokens)
+
+
+def test_bytes_that_are_no_text_do_not_make_a_stream_quadratic() -> None:
+    decoded = [0]
+
+    def text_of(tokens: Sequence[int]) -> str:
+        decoded[0] += len(tokens)
+        return bytes(tokens).decode("utf-8", "replace")
+
+    said = TextSoFar(text_of)
+    for _ in range(4000):
+        said.add([0xFF])
+    assert said.whole() == "\ufffd" * 4000
+    assert decoded[0] < 4000 * 3 * (TextSoFar.MOST_OPEN + 2)

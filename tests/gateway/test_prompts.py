@@ -124,6 +124,30 @@ def test_kept_tokens_are_bounded_and_the_longest_unused_go_first(model: ModelFol
     assert kept.nbytes == 4 * 82, "the same once"
 
 
+def test_an_episode_that_floods_forgets_its_own_conversations(model: ModelFolder) -> None:
+    kept = Conversations(model, most_bytes=4 * 1000)
+    calm = chat([{"role": "user", "content": "calm"}])
+    kept.answered("calm", calm, model.tokens(model.render(calm)), "x", [], model.tokens("x"))
+    for number in range(60):
+        flood = chat([{"role": "user", "content": str(number)}])
+        kept.answered("flood", flood, list(range(99)), "x", [], [1])
+    assert 4 * 800 < kept.nbytes <= 4 * 1000
+    more = chat(
+        [
+            {"role": "user", "content": "calm"},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "b"},
+        ]
+    )
+    kept.prompt("calm", more)
+    assert (kept.continued, kept.rendered) == (1, 0)
+    kept.forget("flood")
+    kept.forget("flood")
+    assert kept.nbytes < 4 * 100
+    kept.forget("calm")
+    assert kept.nbytes == 0
+
+
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("starlette", reason="the extra `gateway`")
     from scavenger.gateway.app import secret_of

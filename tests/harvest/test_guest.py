@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from scavenger.cli.main import app
 from scavenger.cluster.model import JobState
+from scavenger.errors import ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import records as rec
 from scavenger.observe import status
@@ -106,6 +107,54 @@ def test_a_drain_gives_everything_back_and_off_takes_it_again(world: World, now:
         "harvest_stopped",
         "harvest_resumed",
     ]
+
+
+def test_a_drained_node_gives_its_engines_back_and_gets_none_until_off(world: World) -> None:
+    path = world.state_dir.parent / "scavenger.toml"
+    path.write_text(f'[daemon]\nstate_dir = "{world.state_dir}"\n')
+
+    def command(*words: str) -> str:
+        done = CliRunner().invoke(app, ["drain", "--config", str(path), *words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    async def play() -> None:
+        world.want(4)
+        status.write(world.state_dir, serving())
+        harvester = world.harvester(drain_notice_s=0.5)
+        async with running(harvester, cancel=True):
+            await until("engines run", lambda: len(world.of(rec.AllocationStarted)) == 4)
+            nodes = {one.node for one in world.of(rec.AllocationStarted)}
+            drained = min(nodes)
+            said = await asyncio.to_thread(command, "--node", drained, "--reason", "new cables")
+            assert f"drains engines on {drained}" in said
+            await until(
+                "it is empty", lambda: drained not in {job.node for job in harvester.tracker.jobs({})}
+            )
+            await until("a decision says so", lambda: "drained" in harvester.stop_state.concluded)
+            seen = status.take(harvester, time.time())
+            assert seen is not None
+            assert seen.nodes, "each node of the site"
+            (there,) = [one for one in seen.nodes if one.name == drained]
+            assert there.harvested == 0
+            assert there.why.endswith(": new cables")
+            assert not seen.stopped, "the other nodes are harvested"
+            assert "may start there again" in await asyncio.to_thread(command, "--off", "--node", drained)
+            await until(
+                "engines are there again", lambda: drained in {job.node for job in harvester.tracker.jobs({})}
+            )
+
+    asyncio.run(play())
+    assert {decision.code for decision in world.acted("drain")} == {"node_drained"}
+    kinds = [event.kind for event in world.of(rec.Event) if event.kind.startswith("node_")]
+    assert kinds == ["node_drained", "node_undrained"]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 300, "a\nb"])
+def test_only_a_node_s_name_can_be_drained(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="no node's name"):
+        harvest_limits.drain_node(tmp_path, name, "x")
+    assert not list(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("ended", ["never", "died", "closed"])

@@ -18,16 +18,21 @@ from scavenger.cluster.slurm import backend
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone
-from tests.harvest.world import World, layout, running, spec, until
+from tests.harvest.world import SLEEPS, World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
-def cluster() -> Iterator[SlurmCluster]:
+def sandbox() -> Iterator[SlurmSandbox]:
     """A Slurm of its own: the shared one has two partitions that cannot preempt each other, and harvesting either is refused."""
-    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as sandbox:
-        yield SlurmCluster(sandbox.env)
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(sandbox: SlurmSandbox) -> SlurmCluster:
+    return SlurmCluster(sandbox.env)
 
 
 def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it(
@@ -59,6 +64,54 @@ def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it
     assert [end.reason for end in world.of(rec.AllocationEnded)] == ["preempted", "cancelled"]
     assert [(gone.incarnation, gone.crashed) for gone in world.of(JobGone)] == [(0, False), (1, False)]
     assert len(world.of(rec.JobIntended)) == 1
+
+
+@pytest.mark.parametrize("left", ["drained", "finished"])
+def test_a_job_that_left_for_good_and_that_slurm_starts_again_is_cancelled_at_once(
+    sandbox: SlurmSandbox, cluster: SlurmCluster, tmp_path: Path, left: str
+) -> None:
+    """Slurm 24.11 does so by itself with a job that was preempted once; here `scontrol requeue` asks for it.
+
+    No poll sees the job between its two lives, so that what is found is an engine at work, well before `drain_notice_s`."""
+    world = World(cluster, tmp_path, tmp_path / "state")
+    template = SLEEPS if left == "drained" else "#!/bin/bash\n# {{ key | quote }}\nsleep 8\n"
+
+    def scontrol(*argv: str) -> None:
+        subprocess.run(["scontrol", *argv], env=sandbox.env, check=True, capture_output=True, timeout=60)
+
+    def listed(job_id: int) -> Job:
+        return next(job for job in cluster.jobs() if job.job_id == job_id)
+
+    def again(job_id: int) -> None:
+        scontrol("requeue", str(job_id))
+        deadline = time.monotonic() + 60
+        while (job := listed(job_id)).state is not JobState.RUNNING or job.flags or not job.restart_count:
+            assert time.monotonic() < deadline, f"it is not started again: {job}"
+            if job.waits:
+                scontrol("update", f"JobId={job_id}", "StartTime=now")
+            time.sleep(0.2)
+
+    async def play() -> None:
+        world.want(1)
+        harvester = world.harvester(template, drain_notice_s=600.0)
+        async with running(harvester, cancel=True):
+            await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted), 90.0)
+            [mine] = [one.job_id for one in world.of(rec.AllocationStarted)]
+            if left == "drained":
+                world.want(0)
+                await until("it is drained", lambda: world.acted("drain"), 90.0)
+            else:
+                await until("its end is seen", lambda: world.of(rec.AllocationEnded), 90.0)
+            async with harvester._cycle_lock:  # no poll meanwhile
+                await asyncio.to_thread(again, mine)
+            await until("it is cancelled", lambda: world.acted("cancel"), 30.0)
+            await until("it is gone", lambda: listed(mine).state is JobState.CANCELLED)
+
+    asyncio.run(play())
+    [subject] = {begun.intent_id for begun in world.of(rec.AllocationStarted) if begun.restart_count}
+    first, *_ = world.acted("cancel")
+    assert (first.subject, first.code) == (subject, "requeued")
+    assert "and Slurm put it back" in first.reason
 
 
 def test_where_slurm_cancels_what_it_preempts_a_fresh_job_comes_and_nothing_is_blamed(tmp_path: Path) -> None:

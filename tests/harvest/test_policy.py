@@ -338,6 +338,20 @@ def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:
     assert (type(first), first.code) == (CancelPending, HarvestCode.REQUEUED)
 
 
+@pytest.mark.parametrize("kind", DrainKind)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_job_that_was_to_leave_for_good_and_is_back_is_cancelled_at_once(
+    kind: DrainKind, waits: bool
+) -> None:
+    """With its engine at work again, and whatever its run wants: it gets a fresh job where it wants one."""
+    back = mine(1, waits=waits, drain_kind=kind, asked_at=NOW, returned="Slurm put it back", leases=2)
+    decision = decide(view(NOW), [demand(1)], [back], LIMITS, NOW)
+    first, *others = decision.actions
+    assert (type(first), first.code) == (CancelPending if waits else Cancel, HarvestCode.REQUEUED)
+    assert first.reason == "Slurm put it back"
+    assert [type(one) for one in others] == [Submit]
+
+
 def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
     decision = decide(
         view(NOW), [demand(1)], [mine(1, waits=True, held="launch failed requeued held")], LIMITS, NOW

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Reservation
 from scavenger.harvest.decide.decide import (
     CancelPending,
@@ -135,6 +137,41 @@ def test_a_job_that_waits_for_a_node_that_others_took_keeps_its_age_beside_other
         mine.intent_id
     ]
     assert fresh(decision) == [("node2",)]
+
+
+@pytest.mark.parametrize("standby_jobs", [1, 0])
+def test_more_jobs_than_may_wait_leave_a_node_that_others_took_for_what_is_idle(standby_jobs: int) -> None:
+    """Three engines were preempted together, with max_pending = 2 (its default): they waited for three minutes for the node that was taken,
+    beside eight idle GPUs. Each is exchanged for one, so that no more wait than before."""
+    mine = [
+        OurJob(f"scv-{number:016x}", 1, number, 1, True, pinned="node3", since=NOW - 31)
+        for number in (3, 4, 5)
+    ]
+    queue = [ours(job.intent_id, job.job_id, reason="Resources") for job in mine]
+    nodes = [node("node1"), node("node2"), node("node3", 4)]
+    caps: dict[str, Any] = {"max_pending": 2, "max_gpus": 3, "max_engines": 3, "fresh_after_s": 30.0}
+    decision = decided(mine, nodes, *queue, engines=3, standby_jobs=standby_jobs, **caps)
+    left = {
+        one.intent_id for one in decision.actions if isinstance(one, CancelPending) and one.code == "fresh"
+    }
+    assert left == {job.intent_id for job in mine}
+    assert sorted(fresh(decision)) == [("node1",)] * 3
+    assert "it has waited for node3 for 31 s" in next(
+        one.reason for one in decision.actions if isinstance(one, CancelPending)
+    )
+    just_now = [replace(job, since=NOW - 29) for job in mine]
+    assert fresh(decided(just_now, nodes, *queue, engines=3, standby_jobs=standby_jobs, **caps)) == []
+
+
+def test_a_node_whose_cpus_others_hold_is_taken_though_its_gpus_are_idle() -> None:
+    mine = OurJob("scv-0000000000000003", 1, 3, 1, True, pinned="node3", since=NOW - 31)
+    queue = (ours(mine.intent_id, 3, reason="Resources"),)
+    full = node("node3", cpus_allocated=64)
+    limits: dict[str, Any] = {"standby_jobs": 0, "fresh_after_s": 30.0}
+    decision = decided([mine], [node("node2"), full], *queue, engines=1, **limits)
+    assert fresh(decision) == [("node2",)]
+    assert [one.intent_id for one in decision.actions if isinstance(one, CancelPending)] == [mine.intent_id]
+    assert decided([mine], [node("node2"), node("node3")], *queue, engines=1, **limits).actions == ()
 
 
 def test_what_nobody_needs_is_cancelled_the_youngest_first() -> None:

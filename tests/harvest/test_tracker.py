@@ -135,6 +135,67 @@ def test_a_life_between_two_looks_is_told_by_the_restart_count() -> None:
     assert (B, 0, False) in w.gone
 
 
+# As nine of nine drained engines were seen on Slurm 24.11.5, where a job that was preempted once is put back after whichever exit comes
+# later. These views are written down: the Slurm of these tests is of 22.05, which does so only when asked (`test_on_slurm`).
+
+
+@pytest.mark.parametrize("back", [JobState.PENDING, JobState.RUNNING])
+@pytest.mark.parametrize("seen_to_end", [True, False])
+def test_a_drained_job_that_slurm_puts_back_is_not_to_be_there(back: JobState, seen_to_end: bool) -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running(start_time=0.5))
+    w.see(10, ours(A, 1, restart_count=1, reason="BeginTime", submit_time=9.0))
+    w.see(20, running(restart_count=1, start_time=19.0))
+    assert w.tracker.jobs({})[0].returned == "", "it was preempted, and is to come back"
+    w.tracker.revoke(A, DrainKind.DRAINING, "its run wants no engine", 30)
+    w.see(31, running(restart_count=1, start_time=19.0))
+    assert w.tracker.jobs({})[0].returned == "", "it is about to leave"
+    if seen_to_end:
+        w.see(32, ours(A, 1, JobState.COMPLETED, restart_count=1, start_time=19.0, end_time=31.5))
+        assert w.tracker.jobs({}) == []
+    again = ours(A, 1, back, restart_count=2, start_time=32.5 if back is JobState.RUNNING else 0.0)
+    assert w.tracker.surprised([again]), (
+        "nothing is cancelled on the queue alone, so that a whole poll follows"
+    )
+    w.see(33, again)
+    [job] = w.tracker.jobs({})
+    assert job.returned == "it was draining (its run wants no engine), and Slurm put it back"
+    assert job.waits is (back is JobState.PENDING)
+    w.tracker.revoke(A, DrainKind.CANCELLED, job.returned, 33)
+    w.see(34, again)
+    assert w.tracker.jobs({})[0].returned == "", "it was cancelled: Slurm has been asked, and takes its time"
+    assert not w.tracker.surprised([again])
+    w.see(35, running(restart_count=3, start_time=34.5))
+    assert w.tracker.jobs({})[0].returned, "and once more"
+
+
+def test_a_job_that_ended_by_itself_is_not_to_come_back_and_one_that_left_on_notice_is() -> None:
+    w = Watch()
+    for intent, job_id, code in ((A, 1, 0), (B, 2, 75)):
+        w.submit(intent, job_id)
+        w.see(1, running(intent, job_id, start_time=0.5))
+        state = JobState.FAILED if code else JobState.COMPLETED
+        w.see(10, ours(intent, job_id, state, exit_code=code, start_time=0.5, end_time=9.0))
+    back = [running(intent, n, restart_count=1, start_time=11.0) for intent, n in ((A, 1), (B, 2))]
+    w.see(12, *back)
+    assert [job.returned for job in w.tracker.jobs({})] == [
+        "it had ended by itself, and Slurm put it back",
+        "",
+    ]
+
+
+def test_a_restarted_daemon_knows_of_a_job_that_its_predecessor_saw_complete() -> None:
+    w = Watch()
+    open_intents = [
+        rec.OpenIntent(intended(intent), job_id, state, 1, "node1", False, last_allocation=1)
+        for intent, job_id, state in ((A, 1, "COMPLETED"), (B, 2, "PREEMPTED"))
+    ]
+    w.tracker.restore(open_intents, 50)
+    w.see(51, *(running(one, n, restart_count=2, start_time=50.5) for one, n in ((A, 1), (B, 2))))
+    assert [bool(job.returned) for job in w.tracker.jobs({})] == [True, False]
+
+
 @pytest.mark.parametrize("state", [JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL])
 def test_states_that_return_are_not_ends(state: JobState) -> None:
     w = Watch()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 from scavenger.ledger import records as r
@@ -172,7 +173,10 @@ def an_episode() -> list[r.Record]:
     """An episode of which the first group is a turn, begun and ended."""
     return [
         r.EpisodeBegun(1, 1, "sorting-1", T0 + 20),
-        r.TurnBegun(10, 1, 1, 1, b"\1" * 32, b"\2" * 32, T0 + 20),
+        r.TurnBegun(
+            10, 1, 1, 1, b"\1" * 32, b"\2" * 32, 0, 0, 3, sha256(pack_tokens([7, 8, 9])).digest(), T0 + 20
+        ),
+        r.TurnSampleFinished(11, sha256(pack_tokens([7, 8, 9]) + answer(11, 9)).digest()),
         r.EpisodeEnded(1, "ended", "its gateway ended it", T0 + 21),
     ]
 

@@ -34,6 +34,7 @@ def test_every_table_is_exported_and_children_come_before_what_they_name() -> No
         ("samples", "groups"),
         ("groups", "runs"),
         ("turns", "groups"),
+        ("turn_samples", "samples"),
         ("turns", "episodes"),
         ("episodes", "runs"),
         ("gpu_allocations", "jobs"),

@@ -24,7 +24,7 @@ from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.read.reports import report
 from tests.conftest import lacks
-from tests.ledger.examples import T0, everything, moved_group, prologue, written
+from tests.ledger.examples import T0, everything, group, moved_group, prologue, written
 
 DAY_S = 86_400
 MIDNIGHT = T0 - T0 % DAY_S + DAY_S
@@ -244,6 +244,7 @@ def test_an_unknown_report_or_format_is_refused_with_the_choice(url: str) -> Non
 
 def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url: str) -> None:
     names = {
+        "episodes",
         "events",
         "site_events",
         "decisions_with_reasons",
@@ -256,6 +257,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
     written(
         url,
         [
+            [prologue()[0], r.EpisodeBegun(1, 1, "e", T0)],
             [
                 record
                 for n in range(many)
@@ -264,15 +266,18 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
                     r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
                     r.ClusterPolled(n, 0, 0, 0, 0, 0, T0 + n),
                     r.OtherUserWaits(n, "u", "gpu", 1, T0, T0, T0 + n),
+                    group(n, n, 1, 0, 1, purpose="turn"),
+                    r.TurnBegun(n, 1, 1, n + 1, b"r" * 32, b"c" * 32, 0, 0, 3, b"p" * 32, T0 + n),
                 )
-            ]
+            ],
         ],
     )
     for name in names:
 
         def shown(*bounds: float | None, of: str = name) -> list[int]:
             rows = json.loads(report(url, of, "json", *bounds))["rows"]  # type: ignore[arg-type]
-            return [int(row.get("subject", row.get("gpus_idle", row.get("job_id")))) for row in rows]
+            columns = ("subject", "gpus_idle", "job_id", "sample_id")
+            return [int(next(row[column] for column in columns if column in row)) for row in rows]
 
         assert shown() == list(range(many - 1000, many)), name
         assert len(outside(url, name)) == 1000, "the file alone is bounded too"

@@ -9,6 +9,7 @@ import pwd
 import stat
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scavenger.cluster.local.client import LocalServer
 from scavenger.config import DaemonConfig
 from scavenger.daemon import main
 from scavenger.errors import DaemonUnavailable, Fenced
+from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.ledger import store
 from scavenger.ledger.records import Event
 from scavenger.ledger.write.transaction import grant_generation
@@ -119,13 +121,27 @@ def test_the_terminal_sees_the_figures_and_how_old_they_are() -> None:
     assert "DISK_FULL (database or disk is full)" in "\n".join(status.lines(ill, 1001.0))
 
 
+def test_engines_drain_and_jobs_that_have_left_do_not() -> None:
+    """Seen: "9 of them draining" beside five engines. Four had gone, and Slurm had not let go of their jobs."""
+    leaving = [job(n, False, DrainKind.DRAINING) for n in range(2)] + [job(2, False, DrainKind.CANCELLED)]
+    left = [job(n, True, DrainKind.DRAINING) for n in range(3, 6)] + [job(6, True, DrainKind.CANCELLED)]
+    staying = [job(7, False), job(8, False), job(9, True), replace(job(10, True), standby=True)]
+    assert status.counted([*leaving, *left, *staying]) == status.JobCounts(
+        engines=5, gpus=10, waiting=1, standby_jobs=1, draining=3
+    )
+
+
+def job(number: int, waits: bool, kind: DrainKind = DrainKind.NO) -> OurJob:
+    return OurJob(f"scv-{number:016x}", 1, 100 + number, 2, waits, drain_kind=kind)
+
+
 HELD = Harvest("scavenge", 2, 4, 1, 1, 990.0, 8, 16, 3, "", "max_engines = 2 is reached")
 
 
 def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daemon_left() -> None:
     text = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0))
     for said in (
-        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 jobs of ours wait, 1 of them draining",
+        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 of them draining, 1 jobs of ours wait",
         "slurm     seen 11 s ago: 8 GPUs idle, 16 used by other users; 3 jobs of other users wait for GPUs there",
         "decided   max_engines = 2 is reached",
     ):
@@ -409,7 +425,7 @@ def test_between_two_polls_it_says_what_was_held_then_and_who_is_connected_now(
 
 def test_where_slurm_and_engines_agree_it_says_it_once() -> None:
     seen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, connected=2, connected_gpus=4))
-    assert "2 engines hold 4 GPUs, 1 jobs" in status.lines(seen, 1004.0, True)[1]
+    assert "2 engines hold 4 GPUs, 1 of them draining, 1 jobs" in status.lines(seen, 1004.0, True)[1]
 
 
 def test_the_terminal_says_when_descriptors_are_few_and_when_strangers_were_cut_off() -> None:

@@ -105,6 +105,30 @@ def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
     assert wire.unpack_logprobs(chunk.logprobs) == (-12.0, -13.0, -14.0, -15.0)
 
 
+@pytest.mark.parametrize(("most", "parts"), [(1, 9), (2, 5), (3, 3), (4, 3), (9, 1), (50, 1)])
+def test_all_that_is_unsent_leaves_in_messages_of_bounded_size(most: int, parts: int) -> None:
+    """Messages that are just full, and an ending that came without a token, included."""
+    t = Talk(dataclasses.replace(LIMITS, message_tokens=most)).joined()
+    t.assign(lease(1), lease(2), lease(3))
+    t.made(1, 1, 2, 3)
+    t.made(2, 4, 5)
+    t.made(3, 6, 7, 8)
+    t.made(1, 9, finish="stop")
+    t.wait(0.5)
+    messages_ = [message for message in sent(t.log) if isinstance(message, wire.Chunks)]
+    found = [chunk for message in messages_ for chunk in message.chunks]
+    assert [sum(len(c.tokens) for c in message.chunks) <= 4 * most for message in messages_] == [True] * parts
+    by_sample: dict[int, list[int]] = {}
+    for chunk in found:
+        by_sample.setdefault(chunk.sample_id, []).extend(unpack_tokens(chunk.tokens))
+    assert by_sample == {1: [1, 2, 3, 9], 2: [4, 5], 3: [6, 7, 8]}
+    assert [chunk.finish for chunk in found if chunk.finish] == ["stop"]
+    assert not [m for m in sent(t.wait(0.2)) if isinstance(m, wire.Chunks)]
+    t.made(2, finish="stop")
+    (last,) = chunks(t.wait(0.5))
+    assert (last.sample_id, last.offset, last.tokens, last.finish) == (2, 2, b"", "stop")
+
+
 def test_a_continued_sample_counts_offsets_from_its_accepted_tokens() -> None:
     t = Talk().joined()
     (add,) = of(Add, t.assign(lease(1, epoch=4, accepted=(8, 9))))

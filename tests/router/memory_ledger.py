@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import msgspec
 
@@ -69,6 +70,8 @@ class Ledger:
         self.samples: dict[int, Row] = {}
         self.episodes: dict[int, rec.EpisodeState] = {}
         self.turns: dict[int, rec.TurnBegun] = {}
+        self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
+        self.prompt_bytes = 0  # stored of turns' prompts
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
         self.taken: set[tuple[int, str, int]] = (
@@ -143,6 +146,19 @@ class Ledger:
                         "a turn was made twice"
                     )
                 self.turns[record.group_id] = record
+                assert sha256(self.prompt(record.group_id)).digest() == record.prompt_sha256, (
+                    f"turn {record.group_id}: its prompt is not what is stored of it and of its parent"
+                )
+                assert len(self.prompt(record.group_id)) == 4 * record.prompt_tokens
+                self.prompt_bytes += len(self.groups[record.group_id].prompt)
+            case rec.TurnSampleFinished():
+                row = self.samples[record.sample_id]
+                assert row.state == "complete"
+                assert sha256(self.prompt(row.group_id) + row.tokens).digest() == record.sha256, (
+                    f"sample {record.sample_id}: the hash of another sequence"
+                )
+                assert record.sample_id not in self.turn_samples
+                self.turn_samples[record.sample_id] = record
             case rec.WorkerJoined():
                 assert record.worker_id not in self.workers
                 self.workers[record.worker_id] = record
@@ -152,6 +168,15 @@ class Ledger:
                 self.events.append(record)
             case _:
                 self._apply_sample(record)
+
+    def prompt(self, group_id: int) -> bytes:
+        """The whole prompt of a group, from what is stored."""
+        turn, added = self.turns.get(group_id), self.groups[group_id].prompt
+        if turn is None or not turn.parent_id:
+            return added
+        parent = self.samples[turn.parent_id]
+        assert self.turns[parent.group_id].episode_id == turn.episode_id, "a parent of another episode"
+        return (self.prompt(parent.group_id) + parent.tokens)[: 4 * turn.prefix_len] + added
 
     def _gone(self, group_id: int) -> bool:
         """Whether the turn was given up: what was whole of it was served."""
@@ -217,6 +242,9 @@ class Ledger:
 
     def _state(self, group_id: int) -> rec.OpenGroup:
         made = self.groups[group_id]
+        if group_id in self.turns:
+            under_way = group_id in self._under_way()
+            made = msgspec.structs.replace(made, prompt=self.prompt(group_id) if under_way else b"")
         rows = ((i, self.samples[i]) for i in range(made.first_sample_id, made.first_sample_id + made.n))
         return rec.OpenGroup(
             made,
@@ -240,6 +268,14 @@ class Ledger:
                 for i, r in rows
             ),
         )
+
+    def _under_way(self) -> set[int]:
+        """Turns of which a sample is open."""
+        return {
+            row.group_id
+            for row in self.samples.values()
+            if row.state == "open" and row.group_id in self.turns
+        }
 
     def _wanted(self, run_id: int, after: int) -> tuple[rec.OpenGroup, ...]:
         ends = ("consumed", "filtered", "masked", "evaluated")
@@ -326,6 +362,16 @@ class Ledger:
             next_episode_id=after(self.episodes),
             episodes=tuple(e for e in self.episodes.values() if e.run_id in active),
             turns=tuple(t for t in self.turns.values() if t.episode_id in is_open and t.run_id in active),
+            turn_samples=tuple(
+                found
+                for i, found in sorted(self.turn_samples.items())
+                if self.turns[self.samples[i].group_id].episode_id in is_open
+            ),
+            turn_tokens=tuple(
+                (i, row.tokens)
+                for i, row in self.samples.items()
+                if row.state == "open" and row.tokens and row.group_id in self.turns
+            ),
         )
 
 

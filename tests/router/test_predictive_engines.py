@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from scavenger.policy import interface as seam
 from scavenger.policy import migration
 from scavenger.policy import seed_window as windows
 from scavenger.policy.fleet_size import FleetSizeRules
+from scavenger.policy.forecast.lengths import Belief, GroupLengths
+from scavenger.policy.forecast.speed import SpeedCurve
 from scavenger.policy.forecast.step import Situation
 from scavenger.policy.interface import StepView, WorkerView
 from scavenger.policy.predictive import view as predictive_view
@@ -146,6 +149,61 @@ def test_any_cap_is_looked_at_in_bounded_memory(cap: int) -> None:
         size <= 1 << 17
         for size in (len(predictive_view._octaves(bits)) for bits in range(1, LONG.bit_length() + 1))
     )
+
+
+@pytest.mark.parametrize("cap", [2000, LONG + 1])
+def test_a_look_at_all_samples_together_is_what_one_look_at_each_says(cap: int) -> None:
+    """At moment after moment: what is kept of one (beliefs) or found once (places among the edges) is never taken for another."""
+    draw, forecast, kept = random.Random(cap), Forecast(), dict[int, tuple[object, Belief]]()
+    lengths = forecast.capped(cap)
+    ends = [int(min(cap, 1 + draw.lognormvariate(6, 1))) for _ in range(96)]
+    alone: dict[int, tuple[object, Belief]] = {}
+    solved = 0
+    for moment in range(60):
+        had = [min(end, max(0, 9 * moment - i)) for i, end in enumerate(ends)]
+        views = [
+            sample(i, i // 8, cap=cap, length=n, worker_id=1 + i % 5 if n < ends[i] else 0, done=n == ends[i])
+            for i, n in enumerate(had)
+        ]
+        if moment % 20 == 19:  # siblings are found to be more alike, and the table is another
+            for end in ends:
+                lengths.finished(end)
+            lengths.step_ended([[500 + 100 * i] * 4 for i in range(9)])
+        picture = Picture(PlainView(samples=views, workers=[]), forecast, float(moment), kept)
+        running = [one for one in views if not one.done]
+        table = lengths.table([one.length for one in running if one.length])
+        assert picture.table == table
+        beliefs: dict[int, Belief] = {}
+        for group_id in dict.fromkeys(one.group_id for one in running):
+            siblings = [one for one in views if one.group_id == group_id]
+            known = GroupLengths(
+                tuple(one.length for one in siblings if one.done),
+                tuple(one.length for one in siblings if not one.done),
+            )
+            stamp = (
+                len(known.finished),
+                tuple(predictive_view._octave(n) for n in known.running),
+                round(table.correlation, 2),
+            )
+            if group_id not in alone or alone[group_id][0] != stamp:
+                alone[group_id], solved = (stamp, table.belief(known)), solved + 1
+            beliefs[group_id] = alone[group_id][1]
+        assert list(picture.beliefs.items()) == list(beliefs.items())
+        assert picture.expected == {
+            one.id: table.expected(beliefs[one.group_id], one.length) - one.length for one in running
+        }
+        held: dict[int, list[int]] = {}
+        for one in running:
+            held.setdefault(one.worker_id, []).append(one.id)
+        assert {key: [one.id for one in those] for key, those in picture.held.items()} == held
+    assert 200 < solved < 60 * 12, "some beliefs were kept, and most were not"
+
+
+def test_work_of_many_samples_is_the_sum_of_each_ones() -> None:
+    draw, curve = random.Random(4), SpeedCurve(7e-3, 2e-5, 6e-8)
+    held = [(draw.uniform(1, 9000), draw.uniform(1, 9000)) for _ in range(100)]
+    assert curve.works_s(held) == sum(curve.work_s(have, rest) for have, rest in held)
+    assert curve.works_s([]) == 0
 
 
 def test_a_thousand_engines_that_load_are_reckoned_with_by_the_second() -> None:

@@ -201,8 +201,8 @@ def test_an_answer_before_it_is_durable_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_turn_that_is_generated_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = turns.restore
 
-    def forgetful(core: Core, turn: object, group: object) -> None:
-        honest(core, turn, group)  # type: ignore[arg-type]
+    def forgetful(core: Core, turn: object, group: object, *rest: object) -> None:
+        honest(core, turn, group, *rest)  # type: ignore[arg-type]
         group.run.turns.groups -= 1  # type: ignore[attr-defined]
         del turn.episode.turns[turn.request]  # type: ignore[attr-defined]
         group.run.turns.open.pop(group.id, None)  # type: ignore[attr-defined]
@@ -232,4 +232,4 @@ def test_a_stale_engine_s_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         honest(core, worker, chunk, sample, fault)  # type: ignore[arg-type]
 
     monkeypatch.setattr(samples, "refuse_chunk", leaky)
-    assert _found() != ""
+    assert _found(300) != ""  # few schedules have a chunk so late

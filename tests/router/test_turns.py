@@ -247,6 +247,24 @@ def test_a_turn_goes_before_the_samples_of_a_step() -> None:
     assert [lease.key.purpose for lease in first] == ["turn", "train", "train", "train"]
 
 
+def test_an_episode_that_asks_for_many_holds_up_itself_alone() -> None:
+    bench = opened()
+    for i in range(3):
+        turn(bench, ask(str(i), episode="flood", n=8))
+    turn(bench, ask(episode="calm", n=2))
+    turn(bench, ask(episode="quiet"))
+    first = bench.join(W1)  # four at a time
+    assert [lease.sample_id for lease in first] == [1, 25, 27, 2], (
+        "each episode's first, then each one's second"
+    )
+    finish(bench, W1, first[0])
+    assert [lease.sample_id for lease in bench.leases(W1)] == [3], (
+        "as many on the engine as the calm one: the older"
+    )
+    finish(bench, W1, first[2])
+    assert [lease.sample_id for lease in bench.leases(W1)] == [26]
+
+
 def test_a_turn_without_tokens_takes_the_newest_weights_and_one_with_tokens_keeps_its_own() -> None:
     bench = opened()
     turn(bench)

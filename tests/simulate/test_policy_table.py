@@ -393,7 +393,7 @@ def test_the_live_setting_is_what_init_writes_for_the_model(tmp_path: Path, gpus
     facts = ModelFacts(
         tmp_path, "qwen3", "Qwen3ForCausalLM", 0, 151_936, 8_190_735_360, (1,), "", "", {}, QWEN3_8B
     )
-    rows = DataFacts("jsonl", "rows.jsonl", "", "prompt", "answer", (), False, True, (), 8, {})
+    rows = DataFacts("jsonl", "rows.jsonl", "", "prompt", "answer", (), False, True, (), 8)
     gpu_gb = presets.H100.memory_bytes / 1e9
     wish = draft.RunOptions(
         "live", tmp_path, gpus, nodes, gpu_gb, "gpu", "", "", "vllm", "python", tmp_path, 512

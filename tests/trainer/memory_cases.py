@@ -48,6 +48,7 @@ class Case:
     reference: bool = False
     rows: int = 1
     padded: bool = False
+    tensor: int = 1
 
     @property
     def exact(self) -> bool:
@@ -77,6 +78,7 @@ class Case:
             compute=self.compute,
             master=8 if self.exact else 4,
             flash=False,
+            tensor=self.tensor,
         )
 
 
@@ -86,6 +88,8 @@ CASES = {
     "dense, 8 ranks": Case(QWEN, 8, 512),
     "dense, 8 ranks, few tokens": Case(QWEN, 8, 64),
     "dense, 8 ranks, recomputed": Case(QWEN, 8, 1024, recompute=True),
+    "dense, 8 ranks, layers cut": Case(QWEN, 8, 512, tensor=2),
+    "dense, layers cut, recomputed": Case(LLAMA, 2, 1024, recompute=True, tensor=2),
     "dense, several samples": Case(LLAMA, 2, 512, 4, rows=4),
     "dense, padded": Case(QWEN, 1, 512, 4, rows=4, padded=True),
     "dense, deterministic": Case(LLAMA, 2, 256, 8, head_chunk=0, rows=2, padded=True),
@@ -97,6 +101,7 @@ CASES = {
     ),
     "small head chunks": Case(QWEN | {"vocab_size": 4096, "num_hidden_layers": 2}, 8, 256, head_chunk=64),
     "LoRA": Case(QWEN, 2, 512, lora_rank=8, targets=ALL),
+    "LoRA, layers cut": Case(QWEN, 4, 512, lora_rank=8, targets=ALL, tensor=2),
     "LoRA, some layers": Case(QWEN, 1, 512, 4, lora_rank=8, targets=("q_proj", "v_proj")),
     "LoRA, reference": Case(LLAMA, 2, 256, lora_rank=8, targets=ALL, reference=True),
     "experts": Case(MOE, 1, 512),

@@ -105,6 +105,7 @@ def measured(case: Case) -> dict[str, int]:
                 activation_checkpointing=case.recompute,
                 head_chunk_tokens=case.head_chunk,
                 packing=not case.padded,
+                tensor_parallel=case.tensor,
             ),
             lora=LoraSection(rank=case.lora_rank, targets=case.targets) if case.lora_rank else LoraSection(),
             gpu=RankGpu(gpu),

@@ -66,6 +66,14 @@ KINDS = {
     "replicas-2-context-2": Kind(
         {"replicas": 2, "context_parallel": 2, "activation_checkpointing": True, "offload": "always"}
     ),
+    "tensor-2": Kind({"tensor_parallel": 2}),
+    "tensor-2-replicas-2": Kind({"tensor_parallel": 2, "replicas": 2}),
+    "tensor-2-context-2": Kind(
+        {"tensor_parallel": 2, "context_parallel": 2, "activation_checkpointing": True, "offload": "always"}
+    ),
+    "tensor-2-whole-head": Kind({"tensor_parallel": 2, "head_chunk_tokens": 0}),
+    "tensor-2-lora": Kind({"tensor_parallel": 2}, REFERENCE, LORA),
+    "tensor-2-experts": Kind({"tensor_parallel": 2}),
     "plain-reference": Kind({}, REFERENCE),
     "replicas-2-reference": Kind({"replicas": 2}, REFERENCE),
     "context-2-reference": Kind({"context_parallel": 2, "head_chunk_tokens": 0}, REFERENCE),

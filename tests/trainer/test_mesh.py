@@ -1,4 +1,4 @@
-"""However the ranks of a training job are divided, they take the step of one rank: replicas, context parallelism, and both."""
+"""However the ranks of a training job are divided, they take the step of one rank: replicas, context and tensor parallelism, products."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout.engines import checksum, lora
 from scavenger.config import TrainerSection
 from scavenger.errors import ConfigError
-from tests.trainer.mesh_program import KINDS, LONG, LOST, make_learner, step
+from tests.trainer.mesh_program import KINDS, LONG, LORA, LOST, make_learner, step
 from trainer import tiny
 from trainer.checkpoint import checkpoint
 from trainer.loop import comm
@@ -28,7 +29,15 @@ from trainer.model.mesh import Division, check_heads, divide
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ("plain", "plain-reference", "plain-lora", "plain-experts")
-ON_TWO = ("context-2", "replicas-2", "context-2-reference")
+ON_TWO = (
+    "context-2",
+    "replicas-2",
+    "context-2-reference",
+    "tensor-2",
+    "tensor-2-whole-head",
+    "tensor-2-lora",
+    "tensor-2-experts",
+)
 ON_FOUR = (
     "replicas-2",
     "replicas-4",
@@ -39,16 +48,22 @@ ON_FOUR = (
     "replicas-2-lora",
     "replicas-2-context-2-lora",
     "replicas-2-context-2-experts",
+    "tensor-2",
+    "tensor-2-replicas-2",
+    "tensor-2-context-2",
+    "tensor-2-lora",
+    "tensor-2-experts",
 )
 DIVIDED = [(kind, 2) for kind in ON_TWO] + [(kind, 4) for kind in ON_FOUR]
 
 
-#: Four heads that share two of keys and values; of the first, a layer sees six tokens back.
+#: Four heads that share two of keys and values; of the first, a layer sees six tokens back, and widths are no multiples of four.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "use_sliding_window": True,
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"],
+        "intermediate_size": 90,
     },
     "experts": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -162,6 +177,23 @@ def test_engines_pull_the_weights_of_one_rank(steps: Steps, kind: str, ranks: in
         assert ((ours[name] - value).abs() < 1e-5).double().mean() > 0.99, name
     shards = divide(ranks, TrainerSection(**KINDS[kind].trainer)).shards
     assert found(steps.of(kind, ranks))["sources"] == shards
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [one for one in DIVIDED if one[0].endswith("lora")])
+def test_merged_weights_are_stated_as_an_engine_makes_them_of_what_it_pulls(
+    steps: Steps, kind: str, ranks: int
+) -> None:
+    """Each rank states its own rows alone, whichever part of a layer it has."""
+    base = load_file(steps.model(kind) / "model.safetensors")
+    pulled = load_file(steps.of(kind, ranks) / "weights.safetensors")
+    sums = {}
+    for name, value in base.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in pulled:
+            down, up = (pulled[f"{layer}.lora_{side}.weight"] for side in "AB")
+            value = lora.merged(value, down, up, LORA.alpha / LORA.rank)
+        sums[name] = checksum.checksum(value)
+    assert checksum.digest(sums).hex() == found(steps.of(kind, ranks))["merged"]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), DIVIDED)

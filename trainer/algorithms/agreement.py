@@ -32,8 +32,8 @@ def by_span(difference: Tensor, cuts: Sequence[int]) -> list[SpanAgreement]:
 
 
 def of_micro(micro: Micro, difference: Tensor) -> dict[int, tuple[SpanAgreement, ...]]:
-    """By sample id, of each of a row's `cuts`. `difference`: d of all completion tokens, row by row."""
-    cuts = [row.cuts or (len(row.completion) // 4,) for row in micro.rows]
+    """By sample id, of each of a row's `cuts`. `difference`: d of all trained tokens, row by row."""
+    cuts = [row.cuts or (row.trained,) for row in micro.rows]
     sums = iter(by_span(difference, [cut for of_row in cuts for cut in of_row]))
     taken = [tuple(next(sums) for _ in of_row) for of_row in cuts]
     return {row.sample_id: found if row.cuts else () for row, found in zip(micro.rows, taken, strict=True)}

@@ -38,8 +38,9 @@ PIECE = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The completion tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
+    """The trained tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
     token is. `reference`: None without KL. `entropy` [N]: of the distribution that a token was drawn from; None = not computed.
+    `others` [B]: tokens of the same sample that are not here, but in other rows; None = there are none.
     """
 
     current: Tensor
@@ -49,6 +50,7 @@ class Tokens:
     advantages: Tensor
     reference: Tensor | None = None
     entropy: Tensor | None = None
+    others: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
     surrogate, clipped = recipe.algorithm.surrogate(
         tokens.current, tokens.proximal, tokens.advantages, sample, recipe.clip_low, recipe.clip_high
     )
-    share = token_share(recipe, kept, sample, samples)
+    share = token_share(recipe, kept, sample, samples, tokens.others)
     divergence = _divergence(tokens, recipe) * kept
     losses = share * (weight * surrogate + recipe.kl_coef * divergence)
     difference = (tokens.proximal - tokens.behaviour).detach()
@@ -113,12 +115,20 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
     )
 
 
-def token_share(recipe: Recipe, kept: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """What the aggregation gives a token before the step's denominator: 1 / |o_i| for "sequence", else 1. [N]"""
+def token_share(
+    recipe: Recipe, kept: Tensor, sample: Tensor, samples: int, others: Tensor | None = None
+) -> Tensor:
+    """What the aggregation gives a token before the step's denominator: 1 / |o_i| for "sequence", else 1. [N]
+
+    `others` [B]: tokens of each o_i that are in other rows.
+    """
     if recipe.aggregation != "sequence":
         return torch.ones_like(kept)
     counted = torch.ones_like(kept) if recipe.algorithm.masked_count else kept
-    return 1.0 / per_sample(counted, sample, samples).clamp(min=1.0)[sample]
+    lengths = per_sample(counted, sample, samples)
+    if others is not None:
+        lengths = lengths + others
+    return 1.0 / lengths.clamp(min=1.0)[sample]
 
 
 def _divergence(tokens: Tokens, recipe: Recipe) -> Tensor:

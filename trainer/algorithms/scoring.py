@@ -56,6 +56,16 @@ class Submits(Protocol):
         """A future reward for each completion. Those of an earlier step go first."""
 
 
+class Episodes(Protocol):
+    """What was played, where samples are episodes: `trainer.episodes.run.EpisodeRun`."""
+
+    def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
+        """Every branch of the episode that has something to train."""
+
+    def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
+        """What its reward was made of, and its metrics."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """`rows` are in the order of the samples' indices; empty when there is nothing to train."""
@@ -109,9 +119,11 @@ class Scoring:
         say: Callable[[str], None],
         max_tokens: int = 1,
         seen: Callable[[Judged], None] = _ignore,
+        episodes: Episodes | None = None,
     ) -> None:
-        """`seen`: told of each group as it was scored."""
+        """`seen`: told of each group as it was scored. `episodes`: samples are episodes, which came with their rewards."""
         self._seen = seen
+        self._episodes = episodes
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._mask_errors = reward.on_reward_error == "mask"
@@ -182,7 +194,10 @@ class Scoring:
         good = [
             found.result() for _, found in pending.samples if found is not None and found.exception() is None
         ]
-        judged = Judged(pending.group, samples, tuple(reward.parts for reward in good if reward.parts))
+        parts = [reward.parts for reward in good]
+        if self._episodes is not None:
+            parts = [self._episodes.parts(sample) for sample, _, why in samples if not why]
+        judged = Judged(pending.group, samples, tuple(part for part in parts if part))
         judged = self.mask_suspects(judged)
         self._seen(judged)
         return judged
@@ -228,7 +243,7 @@ class Scoring:
 
     def _result(self, sample: messages.DoneSample, found: Future[Reward] | None) -> tuple[float, str]:
         if sample.error is not None:
-            return self._masked(sample, f"poisoned: {sample.error}")
+            return self._masked(sample, sample.error if self._episodes else f"poisoned: {sample.error}")
         if found is None:
             assert sample.reward is not None
             return sample.reward, ""
@@ -306,7 +321,8 @@ class Scoring:
     def _scored(self, judged: Judged, found: Advantages, usable: torch.Tensor) -> ScoredGroup:
         group, recipe = judged.group, self.recipe
         trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()) and not recipe.dynamic)
-        outcomes, rows, counted = [], [], DenominatorShare()
+        outcomes, counted = [], DenominatorShare()
+        rows: list[TrainRow] = []
         for (sample, reward, why), advantage in zip(judged.samples, found.values.tolist(), strict=True):
             if why:
                 outcomes.append(
@@ -331,7 +347,11 @@ class Scoring:
                 )
             )
             if trained:
-                rows.append(_row(group, sample, advantage))
+                rows += (
+                    self._episodes.rows(sample, advantage)
+                    if self._episodes is not None
+                    else (_row(group, sample, advantage),)
+                )
         kept = [(sample, reward) for sample, reward, why in judged.samples if not why]
         return ScoredGroup(
             group.group_id,

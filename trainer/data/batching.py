@@ -15,10 +15,15 @@ import msgspec
 
 
 class TrainRow(msgspec.Struct, frozen=True):
-    """One sample. Token fields are packed int32, `behaviour` packed float32, `proximal` packed float64 (empty: not computed).
+    """One sample, or a branch of an episode. Token fields are packed int32, `behaviour` packed float32, `proximal` packed float64 (empty:
+    not computed).
 
-    `sample_id` -1 marks a filler. `cuts`: the completion's tokens by who generated them, in order; empty: not known.
-    `routing`: which experts each completion token went to (`rollout.engines.routing`); empty: not recorded.
+    `sample_id` -1 marks a filler. `mask`: a byte for each token of `completion`, 1 where the model generated it and it is trained; empty:
+    all of them. The others are observations: what a tool or an environment said. What follows is of the trained tokens alone, in order:
+    `behaviour`, `proximal`, `cuts` (tokens by who generated them; empty: not known) and `routing` (which experts each went to,
+    `rollout.engines.routing`; empty: not recorded).
+
+    `episode`: the sample that this row is a branch of, -1: it is one by itself. `others`: trained tokens in that sample's other rows.
     """
 
     sample_id: int
@@ -29,11 +34,24 @@ class TrainRow(msgspec.Struct, frozen=True):
     proximal: bytes = b""
     cuts: tuple[int, ...] = ()
     routing: bytes = b""
+    mask: bytes = b""
+    episode: int = -1
+    others: int = 0
 
     @property
     def tokens(self) -> int:
         """Prompt and completion."""
         return (len(self.prompt) + len(self.completion)) // 4
+
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained."""
+        return self.mask.count(1) if self.mask else len(self.completion) // 4
+
+    @property
+    def whole(self) -> int:
+        """The sample that the row is, or is a branch of."""
+        return self.sample_id if self.episode < 0 else self.episode
 
 
 class Micro(msgspec.Struct, frozen=True):

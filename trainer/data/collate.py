@@ -2,7 +2,7 @@
 
 Two layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
 company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. What the loss needs is flat in both: the
-completion tokens of one sample after another.
+trained tokens of one sample after another. Observations between them are seen by the model, and are nothing to the loss.
 Boundary: tensors of a micro-batch; pure.
 """
 
@@ -22,9 +22,9 @@ from trainer.data.batching import Micro, TrainRow
 class Batch:
     """`inputs` [L, T] int64; `positions` [1, T] and `borders` [S + 1] int32 where samples are packed, else None.
 
-    The rest is flat over completion tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
+    The rest is flat over trained tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
     themselves, `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
-    `routing` [N, bytes a token] (None: not recorded).
+    `routing` [N, bytes a token] (None: not recorded). `others` [B]: trained tokens in other rows of the same sample (None: there are none).
     """
 
     inputs: Tensor
@@ -38,6 +38,7 @@ class Batch:
     proximal: Tensor | None
     advantages: Tensor
     routing: Tensor | None = None
+    others: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         moved: dict[str, Any] = {
@@ -83,10 +84,8 @@ def _batch(
     borders: Tensor | None = None,
 ) -> Batch:
     rows = micro.rows
-    at = [
-        torch.arange(start + _first(row), start + _first(row) + _completion_tokens(row))
-        for start, row in zip(starts, rows, strict=True)
-    ]
+    places = [_places(row) for row in rows]
+    at = [start + _first(row) + place for start, row, place in zip(starts, rows, places, strict=True)]
     known = any(row.proximal for row in rows)
     return Batch(
         inputs=inputs,
@@ -95,21 +94,25 @@ def _batch(
         longest=max(max(row.tokens - 1, 1) for row in rows),
         at=torch.cat(at),
         targets=torch.cat(
-            [_ids(row.completion) if row.completion else torch.zeros(0, dtype=torch.int64) for row in rows]
+            [
+                _ids(row.completion)[place] if row.completion else torch.zeros(0, dtype=torch.int64)
+                for row, place in zip(rows, places, strict=True)
+            ]
         ),
-        row=torch.cat(
-            [torch.full((_completion_tokens(row),), position) for position, row in enumerate(rows)]
-        ),
+        row=torch.cat([torch.full((len(place),), position) for position, place in enumerate(places)]),
         behaviour=_floats([row.behaviour for row in rows], torch.float32, dtype),
         proximal=_floats([row.proximal for row in rows], torch.float64, dtype) if known else None,
         advantages=torch.tensor([row.advantage for row in rows], dtype=dtype),
         routing=_routing(rows),
+        others=torch.tensor([row.others for row in rows], dtype=dtype)
+        if any(row.others for row in rows)
+        else None,
     )
 
 
 def _routing(rows: Sequence[TrainRow]) -> Tensor | None:
     joined = bytearray(b"".join(row.routing for row in rows))
-    tokens = sum(_completion_tokens(row) for row in rows)
+    tokens = sum(row.trained for row in rows)
     if not joined or len(joined) % tokens:
         return None
     return torch.frombuffer(joined, dtype=torch.uint8).view(tokens, -1)
@@ -120,8 +123,15 @@ def _first(row: TrainRow) -> int:
     return len(row.prompt) // 4 - 1
 
 
-def _completion_tokens(row: TrainRow) -> int:
-    return len(row.completion) // 4
+def _places(row: TrainRow) -> Tensor:
+    """Which tokens of the completion are trained."""
+    if not row.mask:
+        return torch.arange(len(row.completion) // 4)
+    if len(row.mask) * 4 != len(row.completion):
+        raise ValueError(
+            f"row {row.sample_id}: a mask of {len(row.mask)} for {len(row.completion) // 4} tokens"
+        )
+    return torch.frombuffer(bytearray(row.mask), dtype=torch.uint8).nonzero()[:, 0]
 
 
 def _floats(parts: list[bytes], stored: torch.dtype, dtype: torch.dtype) -> Tensor:

@@ -126,6 +126,49 @@ class FileStream:
         return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
 
 
+@dataclass(frozen=True, slots=True)
+class TaskSet:
+    """An environment's tasks: how many, 0 = without end, and a digest of them."""
+
+    count: int
+    digest: str
+
+
+class TaskStream:
+    """Tasks of an environment by their numbers, reshuffled each epoch. `held_out` of them, chosen by the seed, are never trained on.
+
+    A task set without end is taken in its own order, and holds none out.
+    """
+
+    def __init__(self, tasks: TaskSet, seed: int, held_out: int) -> None:
+        """Raises `ConfigError` when there are too few tasks."""
+        if tasks.count and held_out >= tasks.count:
+            raise ConfigError(
+                f"data.environment has {tasks.count} tasks, eval.prompts = {held_out} leaves none to train on",
+                "lower eval.prompts",
+            )
+        if not tasks.count and held_out:
+            raise ConfigError(
+                f"data.environment has tasks without end, of which eval.prompts = {held_out} cannot be held out",
+                "set eval.prompts = 0",
+            )
+        self._endless, self._digest = not tasks.count, f"{seed}/{held_out}/{tasks.digest}"
+        rows: list[PromptRow] = [(f"task {number}", {"task": number}) for number in range(tasks.count)]
+        self._rows = FileStream(rows, seed, held_out) if rows else None
+
+    def train(self, position: int) -> PromptRow:
+        if self._rows is None:
+            return f"task {position}", {"task": position}
+        return self._rows.train(position)
+
+    def held_out(self, index: int) -> PromptRow:
+        assert self._rows is not None
+        return self._rows.held_out(index)
+
+    def digest(self) -> str:
+        return blake3(f"environment/{self._digest}".encode()).hexdigest(16)
+
+
 class PromptTemplate:
     """The text that the model sees: a prompt rendered by the model's own chat template, or as it stands where `data.chat` is false.
 
@@ -194,8 +237,16 @@ class PromptSource:
     Raises `ConfigError` for a prompt that leaves no room for a completion: where prompts are read from files, all are looked at first.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        say: Callable[[str], None] = print,
+        tasks: TaskSet | None = None,
+    ) -> None:
+        """`tasks`: of `data.environment`, whose prompts nobody knows before they are played."""
         self._config = config
+        self._tasks = tasks
         self._tokenizer = tokenizer
         self._say = say
         self._max_prompt_tokens = config.model.context_length - config.sampling.max_tokens
@@ -203,7 +254,9 @@ class PromptSource:
         #: Tokens of the longest prompt in the files; 0 where prompts are made.
         self.longest = 0
         self._stream: Stream = SortStream(config.data.seed)
-        if config.data.path is not None and config.data.task != "sort":
+        if tasks is not None:
+            self._stream = TaskStream(tasks, config.data.seed, config.eval.prompts)
+        elif config.data.path is not None and config.data.task != "sort":
             self._stream = self._from_files(config.data.path)
         #: Of the training prompts and their order: what a resumed run must find as it left it.
         self.digest = self._stream.digest()
@@ -292,6 +345,8 @@ class PromptSource:
         ]
 
     def _prompt_task(self, index: int, text: str, meta: dict[str, Any]) -> PromptTask:
+        if self._tasks is not None:
+            return PromptTask(index, text, (), meta)
         tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
         if not 0 < len(tokens) <= self._max_prompt_tokens:
             raise ConfigError(

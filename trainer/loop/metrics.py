@@ -41,7 +41,10 @@ def summarise(
         "tokens": float(tokens),
         "tokens_trained": float(trained),
         "samples": float(len(rewards)),
-        "samples_trained": float(len(rows)),
+        "samples_trained": float(
+            len({row.whole for group in groups for row in group.rows if row.sample_id in stats})
+        ),
+        "rows_trained": float(len(rows)),
         "groups_filtered": float(sum(not group.informative for group in groups)),
         "length_mean": math.fsum(lengths) / len(lengths) if lengths else 0.0,
         "length_max": float(max(lengths, default=0)),

@@ -215,7 +215,7 @@ class Ranks:
 
     @property
     def data_parallel(self) -> int:
-        """Micro-batches of one round: with context parallelism several ranks train one together."""
+        """Micro-batches of one round: with context or tensor parallelism several ranks train one together."""
         return self._division.data_parallel
 
     @property
@@ -230,16 +230,16 @@ class Ranks:
             return [mine, *self._comm.replies()]
 
     def _each(self, kind: type[Train | Proximal], one_round: Sequence[Micro]) -> list[bytes]:
-        """Micro-batch i on all ranks of context group i. One answer a micro-batch: they find the same."""
-        context = self._division.context
-        return self._all([kind(micro) for micro in one_round for _ in range(context)])[::context]
+        """Micro-batch i on all ranks that train it together. One answer a micro-batch: they find the same."""
+        together = self._division.together
+        return self._all([kind(micro) for micro in one_round for _ in range(together)])[::together]
 
     def _published(self, command: Command) -> list[bytes]:
         """Answers of the ranks that publish."""
         return self._all([command] * self.size)[: self._division.shards]
 
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
-        """One micro-step: a micro-batch on each context group. Gradients add to those of the step."""
+        """One micro-step: a micro-batch for all ranks that train one together. Gradients add to those of the step."""
         return [stats for frame in self._each(Train, one_round) for stats in _row_stats.decode(frame)]
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:

@@ -85,12 +85,16 @@ class Inbox:
 class TrainerRun(Protocol):
     """`scavenger.client.Run`, or the single-process stand-in."""
 
-    attempt: int
-    last_step: int
-    next_version: int
-    fleet: messages.Fleet
-    reserved_order: int
-
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def next_version(self) -> int: ...
+    @property
+    def fleet(self) -> messages.Fleet: ...
+    @property
+    def reserved_order(self) -> int: ...
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
     def submit(
         self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
@@ -348,7 +352,10 @@ class Stepper:
         )
         work.staleness = staleness
         if not self._scoring.recipe.dynamic:
-            work.width = max(len(prompt.tokens) for prompt in prompts) + self._sampling.max_tokens
+            if all(
+                prompt.tokens for prompt in prompts
+            ):  # of an environment's task no length is known before it is played
+                work.width = max(len(prompt.tokens) for prompt in prompts) + self._sampling.max_tokens
             work.mini_batch = mini_batch_of(
                 config.run.seed, step, [one.index for one in prompts], config.algorithm.updates_per_step
             )
@@ -585,7 +592,7 @@ class Stepper:
         ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
         metrics = self._metrics(work, ordered, rate, started)
         for sample_id in work.stats:
-            self._trained_of.update({worker_id for worker_id, _ in work.spans[sample_id]})
+            self._trained_of.update({worker_id for worker_id, _ in work.spans.get(sample_id, ())})
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
     def _update_mini_batches(self, work: _Work, rate: float) -> None:
@@ -650,8 +657,11 @@ class Stepper:
             if work.mini_batch[group.prompt_index] == mini_batch:
                 counted += group.counted
                 if not recipe.algorithm.masked_count:
-                    stats = [work.stats[row.sample_id] for row in group.rows]
+                    kept: Counter[int] = Counter()  # by sample, over all of its rows
+                    for row in group.rows:
+                        kept[row.whole] += work.stats[row.sample_id].kept
                     counted += DenominatorShare(
-                        -sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats)
+                        -sum(tokens == 0 for tokens in kept.values()),
+                        sum(kept.values()) - sum(row.trained for row in group.rows),
                     )
         return max(denominator(recipe, counted), 1.0)

@@ -8,7 +8,7 @@ base (`rollout.engines.lora`), so that rounding never accumulates. The reference
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,12 @@ def _published_name(name: str) -> str:
     return name.replace(f".{_ADAPTER}.", ".")
 
 
-def trained(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of each of these adapters."""
+def trained(
+    model: Any, names: Iterable[str], rows_of: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each of these adapters. `rows_of`: how it gets them, by default `own`."""
     named = {_published_name(name): value for name, value in model.named_parameters() if ".lora_" in name}
-    return ((name, own(named[name])) for name in names)
+    return ((name, (rows_of or own)(named[name])) for name in names)
 
 
 def write(folder: Path, values: dict[str, Tensor], settings: LoraSection, base: Path) -> None:
@@ -154,12 +156,14 @@ def write(folder: Path, values: dict[str, Tensor], settings: LoraSection, base: 
     ).save_pretrained(str(folder))
 
 
-def pristine(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of each of these parameters, as the model was read."""
+def pristine(
+    model: Any, names: Iterable[str], rows_of: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each of these parameters, as the model was read. `rows_of`: how it gets them, by default `own`."""
     named = {
         name.replace(_BASE, ""): value for name, value in model.named_parameters() if ".lora_" not in name
     }
-    return ((name, own(named[name])) for name in names)
+    return ((name, (rows_of or own)(named[name])) for name in names)
 
 
 def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -176,8 +180,12 @@ def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def merged_rows(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of each weight that has an adapter, merged, some rows at a time. A collective: all ranks exhaust it."""
+def merged_rows(
+    model: Any, rows_of: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each weight that has an adapter, merged, some rows at a time. A collective: all ranks exhaust it. `rows_of`: how
+    it gets them, by default `own`."""
+    rows_of = rows_of or own
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -185,7 +193,7 @@ def merged_rows(model: Any) -> Iterator[tuple[str, Tensor]]:
     }
     for layer, module in layers.items():
         down = whole(module.lora_A[_ADAPTER].weight)
-        base, up = own(module.base_layer.weight), own(module.lora_B[_ADAPTER].weight)
+        base, up = rows_of(module.base_layer.weight), rows_of(module.lora_B[_ADAPTER].weight)
         if len(base) != len(up):
             raise WeightsError(
                 f"a rank has {len(base)} rows of {layer}.weight, and {len(up)} of its adapter",

@@ -131,10 +131,11 @@ class Context:
         return found
 
 
-def check_model(model: Any, ranks: int) -> None:
-    """Raises `ConfigError` for a model whose tokens cannot be shared by so many ranks. It may be without weights."""
+def check_model(model: Any, ranks: int, tensor: int = 1) -> None:
+    """Raises `ConfigError` for a model whose tokens cannot be shared by so many ranks, or groups of `tensor` ranks that cut its layers. It
+    may be without weights."""
     config = model.config.get_text_config()
-    check_heads(config.num_attention_heads, ranks)
+    check_heads(config.num_attention_heads, ranks, tensor)
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if getattr(model, "_is_stateful", False):
         kinds.add("recurrent")

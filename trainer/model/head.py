@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,6 +30,7 @@ from scavenger.errors import ConfigError
 from trainer.algorithms.loss import picked_logprobs, token_logprobs
 from trainer.data.collate import Batch
 from trainer.model.attention import borders_of
+from trainer.model.crossing import entering, gathered
 from trainer.model.sharding import reshard
 
 _REMEDY = "set trainer.head_chunk_tokens = 0, which takes memory for all logits of a micro-batch"
@@ -39,6 +41,24 @@ _PROBED = 60.0
 #: Where a soft cap does nothing yet.
 _SMALL = 1e-3
 _CLOSE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where ranks have cut the head (`tensor_parallel`): the first of this rank's entries. Others are with the group's other ranks."""
+
+    group: Any
+    first: int
+
+    def summed(self, values: Tensor) -> Tensor:
+        """In place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def places(self, targets: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+        """Where targets lie among this rank's entries (0 where they do not), and which do."""
+        here = (targets >= self.first) & (targets < self.first + entries)
+        return torch.where(here, targets - self.first, 0), here
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,10 @@ class Logprobs(NamedTuple):
 
 
 class _Chunked(torch.autograd.Function):
-    """Linear, tail, temperature, softmax: values [N] and entropy [N] of hidden [N, H], weight [V, H], bias [V] or None, targets [N]."""
+    """Linear, tail, temperature, softmax: values [N] and entropy [N] of hidden [N, H], weight [V, H], bias [V] or None, targets [N].
+
+    With a slice, weight and bias are this rank's entries, and what they say is added up with what the others' say.
+    """
 
     @staticmethod
     def forward(
@@ -74,6 +97,7 @@ class _Chunked(torch.autograd.Function):
         tail: Tail,
         temperature: float,
         chunk: int,
+        part: Slice | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         totals, values, entropy = (
@@ -82,16 +106,24 @@ class _Chunked(torch.autograd.Function):
         for piece in _pieces(len(hidden), chunk):
             scaled = _scaled(hidden[piece], weight, bias, tail, temperature)
             top = scaled.amax(-1, keepdim=True)
+            if part is not None:
+                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=part.group)
             scaled -= top
-            picked = scaled.gather(-1, targets[piece, None])[:, 0]
+            at, here = (targets[piece], None) if part is None else part.places(targets[piece], len(weight))
+            picked = scaled.gather(-1, at[:, None])[:, 0]
             shares = scaled.exp()
             total = shares.sum(-1)
-            entropy[piece] = total.log() - shares.mul_(scaled).sum(-1) / total
+            moment = shares.mul_(scaled).sum(-1)
+            if part is not None and here is not None:
+                picked, total, moment = part.summed(
+                    torch.stack([picked.masked_fill(~here, 0.0), total, moment])
+                )
+            entropy[piece] = total.log() - moment / total
             totals[piece] = total.log() + top[:, 0]
             values[piece] = picked - total.log()
             del scaled, shares  # not beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, targets, totals, entropy)
-        ctx.rest = (tail, temperature, chunk)
+        ctx.rest = (tail, temperature, chunk, part)
         ctx.set_materialize_grads(False)
         return values, entropy
 
@@ -100,7 +132,7 @@ class _Chunked(torch.autograd.Function):
         """With z the logits after tail and temperature and p their softmax: d value / dz = onehot(target) - p,
         d entropy / dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, totals, entropy = ctx.saved_tensors
-        tail, temperature, chunk = ctx.rest
+        tail, temperature, chunk, part = ctx.rest
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.zeros_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=totals.dtype) if wants_weight else None
@@ -120,7 +152,11 @@ class _Chunked(torch.autograd.Function):
                 slope *= -of_values[piece, None]
             del scaled
             if of_values is not None:
-                slope.scatter_add_(-1, targets[piece, None], of_values[piece, None])
+                at, mine = targets[piece], of_values[piece]
+                if part is not None:
+                    at, here = part.places(at, len(weight))
+                    mine = mine.masked_fill(~here, 0.0)
+                slope.scatter_add_(-1, at[:, None], mine[:, None])
             slope = slope.mul_(factor).to(hidden.dtype)
             if to_hidden is not None:
                 to_hidden[piece] = slope @ weight
@@ -129,11 +165,13 @@ class _Chunked(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += slope.sum(0)
             del slope, factor
+        if part is not None and to_hidden is not None:
+            part.summed(to_hidden)
         return (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -146,10 +184,11 @@ def chunked_logprobs(
     tail: Tail,
     temperature: float,
     chunk: int,
+    part: Slice | None = None,
 ) -> Logprobs:
     """hidden [N, H], weight [V, H], bias [V], targets [N] int64. In float32, or in float64 where `hidden` is; gradients in the types of
-    what they belong to, the weight's added up in float32 at least."""
-    found = _Chunked.apply(hidden, weight, bias, targets, tail, temperature, chunk)  # type: ignore[no-untyped-call]
+    what they belong to, the weight's added up in float32 at least. `part`: `weight` and `bias` are a slice of the entries."""
+    found = _Chunked.apply(hidden, weight, bias, targets, tail, temperature, chunk, part)  # type: ignore[no-untyped-call]
     return Logprobs(*found)
 
 
@@ -194,6 +233,7 @@ class _Stand:
                 f"{type(model).__name__}: its output head is {kind.__name__}, no plain linear layer", _REMEDY
             )
         self.tail = Tail()
+        self.part: Slice | None = None
         self.head, self._plain_head = head, head.forward
         self._plain: Callable[..., Any] = model.forward
         self._temperature, self._chunk = temperature, chunk
@@ -225,6 +265,8 @@ class _Stand:
         if self._probed:
             return self.probe(hidden.device).expand(*hidden.shape[:-1], -1)
         if self._asked is None:
+            if self.part is not None:
+                return gathered(self._plain_head(entering(hidden, self.part.group)), self.part.group)
             plain: Tensor = self._plain_head(hidden)
             return plain
         at, targets = self._asked
@@ -236,6 +278,7 @@ class _Stand:
             tail=self.tail,
             temperature=self._temperature,
             chunk=self._chunk,
+            part=self.part,
         )
         return hidden.new_empty(1, len(at), 0)  # no logits: what the model does to them costs nothing
 
@@ -246,6 +289,14 @@ _STAND = "scavenger_head"
 def install(model: Any, *, temperature: float, chunk: int) -> None:
     """Let this model compute logprobs by chunks of `chunk` tokens; before it is sharded. Raises `ConfigError` for another kind of head."""
     setattr(model, _STAND, _Stand(model, temperature, chunk))
+
+
+def take_slice(model: Any, part: Slice) -> bool:
+    """The head of this model has a slice of the entries alone. Returns whether it is one that `install` was called for."""
+    stand: _Stand | None = getattr(model, _STAND, None)
+    if stand is not None:
+        stand.part = part
+    return stand is not None
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
-from trainer.model import adapters, context, head, sharded_load
+from trainer.model import adapters, context, head, sharded_load, tensor_parallel
 from trainer.model.attention import PACKED
 from trainer.model.context import Context
 from trainer.model.memory import RankGpu, RankMemory
@@ -177,7 +177,9 @@ class Learner:
             attention = self._context.attention
         model, plan = sharded_load.begin(folder, self.dtype, attention)
         if self._context is not None:
-            context.check_model(model, self.mesh.division.context)
+            context.check_model(model, self.mesh.division.context, self.mesh.division.tensor)
+        if self.mesh.tensor is not None:
+            tensor_parallel.check_model(model, self.mesh.division.tensor)
         if self.deterministic:
             wide_norms(model)
         if self._lora.rank:
@@ -185,6 +187,8 @@ class Learner:
         if self._head_chunk:
             head.install(model, temperature=self._temperature, chunk=self._head_chunk)
         plan.empty(model)
+        if self.mesh.tensor is not None:
+            tensor_parallel.cut(model, self.mesh.tensor)
         shard(
             model,
             self.mesh.sharding,
@@ -265,7 +269,9 @@ class Learner:
         self._route(batch)
         current, entropy = self._logprobs(self.model, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
-        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy)
+        tokens = Tokens(
+            current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy, batch.others
+        )
         terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]
         columns = (
@@ -311,7 +317,7 @@ class Learner:
             self._route(batch)
             logprobs = self._logprobs(self.model, batch).values.double().cpu()
             reshard(self.model)
-        completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])
+        completions = torch.split(logprobs, [row.trained for row in micro.rows])
         return {
             row.sample_id: completion.numpy().tobytes()
             for row, completion in zip(micro.rows, completions, strict=True)
@@ -342,8 +348,7 @@ class Learner:
                 )
         for gradient in gradients:
             gradient.div_(denominator)
-        norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        value = self._clip(gradients)
         if value != value or value == float("inf"):
             raise Diverged(
                 f"the gradient's norm is {value}: the step was not taken",
@@ -354,6 +359,14 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         return value
+
+    def _clip(self, gradients: Sequence[Tensor]) -> float:
+        """Returns the norm over all ranks, before clipping."""
+        if self.mesh.tensor is not None:
+            tensor_parallel.even_out(gradients, self.mesh)
+            return tensor_parallel.clip(gradients, self._settings.clip_norm, self.mesh)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def discard_gradients(self) -> None:
         self._memory.drop_gradients()
@@ -372,15 +385,27 @@ class Learner:
         )
 
     def shards(self, names: Iterable[str], *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of each, to be read: they may lie in host memory."""
+        """This rank's rows of each, to be read: they may lie in host memory. With tensor parallelism a collective of a replica: all its
+        ranks exhaust it, with the same names."""
         of = adapters.trained if self._lora.rank and not base else adapters.pristine
+        if self.mesh.tensor is not None:
+            self._memory.all_here()  # they are exchanged, on the GPU
+            return of(self.model, names, self._rows())
         return ((name, self._memory.reading(rows)) for name, rows in of(self.model, names))
+
+    def _rows(self) -> Callable[[Tensor], Tensor]:
+        """How this rank gets its rows of a parameter."""
+        if self.mesh.tensor is None:
+            return adapters.own
+        from trainer.model.slice_rows import Rows  # it needs packages that one rank does without
+
+        return Rows(self.mesh)
 
     @torch.no_grad()
     def merged_rows(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's rows of each weight that has an adapter, as engines are to merge them. A collective: all ranks exhaust it."""
         self._memory.all_here()  # it gathers, on the GPU
-        yield from adapters.merged_rows(self.model)
+        yield from adapters.merged_rows(self.model, self._rows())
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         return {

@@ -1,4 +1,5 @@
-"""`python -m trainer.prepare draft FOLDER --model PATH --data PATH`, `… check FOLDER` and `… host FOLDER`: what `scavenger init` starts.
+"""`python -m trainer.prepare draft FOLDER --model PATH --data PATH`, `… tiny FOLDER`, `… check FOLDER` and `… host FOLDER`: what
+`scavenger init` starts.
 
 Owns arguments, reading, writing and exit codes: 0 done, 2 refused. Existing files are left unless --force. `host` prints what the daemon
 should give the job of a drafted run's engine: keys of [harvest] as JSON.
@@ -7,6 +8,7 @@ should give the job of a drafted run's engine: keys of [harvest] as JSON.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -34,8 +36,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     drafting = commands.add_parser("draft")
     drafting.add_argument("folder", type=Path)
     drafting.add_argument("--model", type=Path, required=True)
-    drafting.add_argument("--data", type=Path, required=True)
+    drafting.add_argument("--data", type=Path)
     for name in (
+        "--environment",
+        "--environment-python",
         "--prompt-field",
         "--answer-field",
         "--reward",
@@ -49,6 +53,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, default in (("--gpus", 8), ("--nodes", 1), ("--gpu-memory-gb", 0.0)):
         drafting.add_argument(name, type=type(default), default=default)
     drafting.add_argument("--force", action="store_true")
+    smallest = commands.add_parser("tiny")
+    smallest.add_argument("folder", type=Path)
+    smallest.add_argument("--state-dir", default="")
+    smallest.add_argument("--partition", default="reserved")
+    smallest.add_argument("--gpus", type=int, default=1)
+    smallest.add_argument("--force", action="store_true")
     checking = commands.add_parser("check")
     checking.add_argument("folder", type=Path)
     checking.add_argument("--gpu-memory-gb", type=float, default=0.0)
@@ -60,7 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def longest_prompt(folder: Path, data: DataFacts) -> int:
-    """Tokens of the longest prompt among the first rows, without its template. Raises `ConfigError`."""
+    """Tokens of the longest prompt among the first rows, without its template; of an environment a guess. Raises `ConfigError`."""
+    if data.environment:
+        return draft.CONVERSATION_TOKENS
     tokenizer = open_tokenizer(folder)
     prompts = [row.get(data.prompt_field) for row in data.rows]
     texts = [
@@ -89,9 +101,9 @@ def gpu_memory(options: argparse.Namespace) -> tuple[float, str]:
     return (found, f"a {options.slurm_gpu}, as Slurm names its GPUs there") if found else (ASSUMED_GPU_GB, "")
 
 
-def write(options: argparse.Namespace) -> None:
-    """run.toml and train.sbatch, both or none. Raises `ConfigError`."""
-    folder = options.folder.resolve()
+def _folder(options: argparse.Namespace) -> Path:
+    """Where the files go. Raises `ConfigError` for a name that no run can have, and for files that are there."""
+    folder: Path = options.folder.resolve()
     if not NAME.fullmatch(folder.name) or any(sign in str(folder) for sign in '"\n%\\'):
         raise ConfigError(
             f"{folder} cannot name a run", "letters, digits, dot, dash and underscore, 64 at most"
@@ -102,8 +114,50 @@ def write(options: argparse.Namespace) -> None:
             f"{' and '.join(map(str, existing))} exist already",
             "choose another name, or overwrite them with --force",
         )
+    return folder
+
+
+def write_smallest(options: argparse.Namespace) -> None:
+    """The smallest run with its model. Raises `ConfigError`."""
+    folder = _folder(options)
+    from trainer.prepare import smallest  # torch: seconds of imports
+
+    wish = RunOptions(
+        folder.name,
+        folder,
+        options.gpus,
+        1,
+        ASSUMED_GPU_GB,
+        options.partition,
+        options.state_dir,
+        "",
+        "reference",
+        sys.executable,
+        resources.path(draft.SHIPPED),
+        0,
+    )
+    count = smallest.make_model(folder / "model")
+    print(f"wrote {folder / 'model'}: {count / 1e6:.2f} M parameters, random")
+    for name, text in (
+        ("run.toml", smallest.run_toml(folder.name, options.state_dir)),
+        ("train.sbatch", draft.train_sbatch(wish)),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
+        print(f"wrote {folder / name}")
+    print(
+        f"it trains in --partition={options.partition} with --gpus-per-node={options.gpus}: lines of train.sbatch"
+    )
+    print(f"next: scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}")
+
+
+def write(options: argparse.Namespace) -> None:
+    """run.toml and train.sbatch, both or none. Raises `ConfigError`."""
+    folder = _folder(options)
     facts = model.read_facts(options.model.resolve())
-    data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
+    if options.environment:
+        data = rows.of_environment(options.environment, options.environment_python)
+    else:
+        data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
     if not (data.answer_field or data.environment or options.reward):
         raise ConfigError(
             f"{data.path}: no column looks like answers, so no reward function can be chosen; there is "
@@ -129,6 +183,7 @@ def write(options: argparse.Namespace) -> None:
         resources.path(draft.SHIPPED),
         longest_prompt(facts.folder, data),
         gpu_source,
+        importlib.util.find_spec("math_verify") is not None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (
@@ -143,6 +198,8 @@ def write(options: argparse.Namespace) -> None:
         + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
+    if missing := draft.missing_extra(facts, data, wish):
+        print(f"LOOK: {missing}")
     print(
         f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}"
     )
@@ -173,7 +230,7 @@ def main(argv: list[str]) -> int:
         if options.command == "host":
             print(json.dumps(check.host_of(options.folder.resolve() / "run.toml")))
             return 0
-        write(options)
+        (write_smallest if options.command == "tiny" else write)(options)
     except ScavengerError as error:
         print(f"scavenger: {error}", file=sys.stderr)
         return error.exit_code

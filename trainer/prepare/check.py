@@ -30,7 +30,7 @@ from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
-from trainer.model.mesh import Division, divide
+from trainer.model.mesh import Division, check_nodes, divide
 from trainer.prepare import model as models
 from trainer.prepare import weights
 from trainer.prepare.draft import shape_of
@@ -122,8 +122,11 @@ def check(
     )
     yield _ask("model", lambda: _model(config, seen))
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
-    yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
-    yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
+    if config.data.environment:
+        yield _ask("environment", lambda: _environment(config, seen), seen.tokenizer)
+    else:
+        yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
+        yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("ranks", lambda: _ranks(config, seen, gpus), seen.model)
@@ -232,6 +235,22 @@ def _data(config: RunConfig, seen: _Seen) -> str:
     )
 
 
+def _environment(config: RunConfig, seen: _Seen) -> str:
+    """Load it in a worker, as the run will, and play one episode with a model that says a few words."""
+    from trainer.episodes.opening import rehearsed
+
+    tokenizer = seen.tokenizer
+    assert tokenizer is not None
+    tasks, played = rehearsed(config, tokenizer.encode("No.", add_special_tokens=False).ids, seen.said.append)
+    prompts = PromptSource(config, tokenizer, seen.said.append, tasks)
+    seen.prompts = prompts.take(0, config.data.prompts_per_step)
+    turns, rows = len(played.calls), len(played.branches)
+    return (
+        f"{tasks.count or 'endless'} tasks; an episode with a stub model had {turns} turn{'s' * (turns != 1)} in {played.seconds:.1f} s, "
+        f"{rows} row{'s' * (rows != 1)} to train and a reward of {played.reward:g}"
+    )
+
+
 def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
     from trainer.algorithms.reward_pool import open_pool, refuse_missing
@@ -271,15 +290,16 @@ def _algorithm(config: RunConfig) -> str:
 
 
 def _ranks(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
-    if config.trainer.context_parallel > 1:
-        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples
+    division = Division(gpus.ranks)
+    if gpus.ranks_told:
+        division = divide(gpus.ranks, config.trainer)
+        check_nodes(gpus.per_node or gpus.ranks, config.trainer.tensor_parallel)
+    if max(config.trainer.context_parallel, config.trainer.tensor_parallel) > 1:
+        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples or layers
 
         ranks.check_model(config)
-    if not gpus.ranks_told:
-        seen.division = Division(gpus.ranks)
-        return "train.sbatch does not say how many: not looked at"
-    seen.division = divide(gpus.ranks, config.trainer)
-    return str(seen.division)
+    seen.division = division
+    return str(division) if gpus.ranks_told else "train.sbatch does not say how many: not looked at"
 
 
 def _engine(config: RunConfig) -> str:
@@ -379,6 +399,7 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         reserved_workers=config.reserved.workers,
         replicas=trainer.replicas,
         context=trainer.context_parallel,
+        tensor=trainer.tensor_parallel,
         sample_tokens=config.model.context_length,
     )
 
@@ -474,7 +495,8 @@ def _daemon(config: RunConfig) -> str:
     if not run.state_dir.is_dir():
         raise ConfigError(
             f"run.state_dir: there is no folder {run.state_dir}",
-            "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
+            "name the site's public folder, which its admin knows (`scavenger join` tries it, and init writes it from then on); for a "
+            "daemon of your own its state directory, which `scavenger init` makes",
         )
     keys.read_keypair(run.key or keys.key_path_for(run.state_dir))
     if config.daemon.embedded:  # no daemon serves before the job

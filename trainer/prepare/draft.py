@@ -21,18 +21,20 @@ from trainer.prepare.sizes import Sizes, SizingRequest
 SHIPPED = "scripts/train.sbatch"
 #: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
 COMPLETION_TOKENS = 8192
+#: Of an environment's conversation, beside its last completion.
+CONVERSATION_TOKENS = 6144
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
 WAKE_AFTER_S = 30.0
 DAYS = 2
-ENVIRONMENTS = "trainer.data.environments:reward"
-#: A TOML key that needs no quotes.
-BARE = re.compile(r"[A-Za-z0-9_-]+")
+MATH, EXACT = "trainer.verifiers:math", "trainer.verifiers:exact"
+#: An answer that a model can be asked to say alone: a word or a number.
+BARE_ANSWER = re.compile(r"[\w.,+-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
-    `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed.
+    `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
     """
 
     name: str
@@ -48,6 +50,7 @@ class RunOptions:
     train_script: Path
     longest: int
     gpu_source: str = ""
+    math_verify: bool = True
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -100,7 +103,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
         _data(model, data),
         _sampling(model, context, completion_tokens),
         _engine(wish, chosen),
-        _reward(data, wish),
+        _reward(model, data, wish),
         _training(data, chosen),
     ]
     return "\n".join(sections)
@@ -162,6 +165,28 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             f"model.context_length = {context}",
             f"of it sampling.max_tokens = {completion_tokens} for a completion",
         ),
+        ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
+    ]
+    rows[-1:-1] = _assumed_of_rows(model, data, wish)
+    named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
+    known = given | ({"--state-dir"} if wish.state_dir else set()) | named
+    shown = [row[1:] for row in rows if row[0] not in known]
+    pad = max(len(what) for _, what, _ in shown) + 2
+    head = "assumed, as nothing was said (change it in the file; docs/config.md):"
+    return [head, *(f"  {where:<16}{what:<{pad}}{why}" for where, what, why in shown)]
+
+
+def _assumed_of_rows(model: ModelFacts, data: DataFacts, wish: RunOptions) -> list[tuple[str, str, str, str]]:
+    if data.environment:
+        return [
+            (
+                "",
+                "run.toml",
+                f"data.environment = {data.environment}",
+                "its own settings: environment_args, renderer",
+            )
+        ]
+    return [
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         (
             "--answer-field",
@@ -169,15 +194,13 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             f"data.answer_field = {data.answer_field}" if data.answer_field else "rows have no answers",
             "init --answer-field",
         ),
-        ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
-        ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
+        (
+            "--reward",
+            "run.toml",
+            f"reward.function = {verifier(model, data, wish)}",
+            _why_verifier(model, data, wish),
+        ),
     ]
-    named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
-    known = given | ({"--state-dir"} if wish.state_dir else set()) | named
-    shown = [row[1:] for row in rows if row[0] not in known]
-    pad = max(len(what) for _, what, _ in shown) + 2
-    head = "assumed, as nothing was said (change it in the file; docs/config.md):"
-    return [head, *(f"  {where:<16}{what:<{pad}}{why}" for where, what, why in shown)]
 
 
 def _why_engine(engine: str) -> str:
@@ -191,20 +214,9 @@ def _s(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def _inline(value: object) -> str:
-    """What JSON holds, in one line of TOML, which has no null: such a key is left out."""
-    if isinstance(value, dict):
-        pairs = [
-            (key if BARE.fullmatch(key) else _s(key), each) for key, each in value.items() if each is not None
-        ]
-        return "{ " + ", ".join(f"{key} = {_inline(each)}" for key, each in pairs) + " }" if pairs else "{}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_inline, value))}]"
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _head(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
-    return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {Path(data.path).name}.
+    what = data.environment or Path(data.path).name
+    return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {what}.
 # Every key is explained in docs/config.md, the algorithms in docs/training.md; lines that begin with # and a key show further keys.
 #   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
 #   python -m trainer {shlex.quote(str(wish.folder / "run.toml"))} --local     a try in one process, without a cluster
@@ -241,7 +253,29 @@ context_length = {context}          # prompt and completion together{most}
 """
 
 
+def _environment(data: DataFacts) -> str:
+    python = (
+        f"environment_python = {_s(data.python)}"
+        if data.python
+        else '#environment_python = "envs/bin/python"   # of a venv with scavenger[verifiers] and the environment\'s package'
+    )
+    return f"""[data]
+environment = {_s(data.environment)}          # a task set of verifiers: its tasks, harness and rewards; docs/training.md
+#environment_args = {{ agent = {{ harness = {{ id = "null" }} }} }}   # as its [env] block
+{python}
+#renderer = {{ name = "qwen3" }}      # how this model's conversations become tokens; tools need it
+environment_workers = 1             # processes on rank 0's host
+episode_turns = 16                  # model calls of an agent at most
+episode_s = 1800.0
+on_divergence = "branch"            # where an episode is played again and the environment answers otherwise
+prompts_per_step = {PROMPTS_PER_STEP}               # tasks of a step
+samples_per_prompt = {SAMPLES_PER_PROMPT}              # episodes of each
+"""
+
+
 def _data(model: ModelFacts, data: DataFacts) -> str:
+    if data.environment:
+        return _environment(data)
     chat = bool(model.chat)
     lines = [
         "[data]",
@@ -310,35 +344,57 @@ max_batch = {chosen.max_batch}
 """
 
 
-def _verifier(data: DataFacts) -> str:
-    """Of answers like these, where no function of the user's is named."""
+def verifier(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    """Of answers like these, where no function of the user's is named. Where math-verify is not installed, a model that does not chat is
+    judged by the letter if its answers are bare words; what a chat model says around its answer takes math-verify.
+    """
+    return EXACT if not data.mathematics or _by_the_letter(model, data, wish) else MATH
+
+
+def _by_the_letter(model: ModelFacts, data: DataFacts, wish: RunOptions) -> bool:
+    answers = [str(row.get(data.answer_field, "")) for row in data.rows]
+    return not (wish.math_verify or model.chat) and all(map(BARE_ANSWER.fullmatch, answers))
+
+
+def _why_verifier(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    by_the_letter = data.mathematics and _by_the_letter(model, data, wish)
+    return "by the letter: no math-verify here (init --reward)" if by_the_letter else "init --reward"
+
+
+def missing_extra(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    """What is to be installed before the run, and what goes without; "" = nothing."""
+    if wish.math_verify or (wish.reward or verifier(model, data, wish)) != MATH:
+        return ""
+    return (
+        f"{MATH} needs math-verify, which {wish.python} has not. Whoever installed that Python adds it: "
+        f'pip install ".[math]" in a clone. Without it: --reward {EXACT} (the answer by the letter), or your own function'
+    )
+
+
+def _reward(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     if data.environment:
-        return ENVIRONMENTS
-    return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
-
-
-def _reward(data: DataFacts, wish: RunOptions) -> str:
+        return """[reward]
+retries = 1                         # of an episode whose environment failed
+on_reward_error = "stop"            # or "mask": episodes that failed so often are left out, and counted
+"""
     if wish.reward:
         chosen, why = (
             wish.reward,
             "f(prompt: str, completion: str, meta: dict) -> float, in a module beside this file or installed",
         )
-    elif data.environment:
-        chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"
-    elif data.mathematics:
+    elif verifier(model, data, wish) == MATH:
         chosen, why = (
-            _verifier(data),
+            verifier(model, data, wish),
             f"1 where the answer equals `{data.answer_field}`; or your own module:function",
         )
     else:
         chosen, why = (
-            _verifier(data),
+            verifier(model, data, wish),
             f"1 where the answer is `{data.answer_field}` by the letter; or your own",
         )
-    options = f"options = {_inline(data.environment)}\n" if chosen == ENVIRONMENTS else ""
     return f"""[reward]
 function = {_s(chosen)}    # {why}
-{options}timeout_s = 10.0
+timeout_s = 10.0
 retries = 1
 on_reward_error = "stop"            # or "mask": completions that cannot be judged are left out, and counted
 """
@@ -349,6 +405,8 @@ def _training(data: DataFacts, chosen: Sizes) -> str:
         f"path = {_s(data.held_out)}\n"
         if data.held_out
         else "#path = ...         # held-out rows; else taken out of data.path\n"
+        if not data.environment
+        else "#                   # above 0: so many tasks are held out\n"
     )
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md

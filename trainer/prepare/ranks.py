@@ -1,4 +1,5 @@
-"""Whether ranks can share the tokens of a model's samples (`trainer.context_parallel`), asked of the code that the run itself uses.
+"""Whether ranks can share the tokens of a model's samples (`trainer.context_parallel`) and cut its layers (`trainer.tensor_parallel`). The
+code that the run itself uses is asked.
 
 Importing it takes seconds (torch, transformers); `check` does so only where that is wished.
 Boundary: one question about a model's folder.
@@ -9,11 +10,15 @@ from __future__ import annotations
 import torch
 
 from scavenger.config import RunConfig
-from trainer.model import context, sharded_load
+from trainer.model import context, sharded_load, tensor_parallel
 from trainer.model.attention import PACKED
 
 
 def check_model(config: RunConfig) -> None:
     """Raises `ConfigError` where they cannot. Reads heads of files only."""
     model, _ = sharded_load.begin(config.model.path, torch.bfloat16, PACKED)
-    context.check_model(model, config.trainer.context_parallel)
+    trainer = config.trainer
+    if trainer.tensor_parallel > 1:
+        tensor_parallel.check_model(model, trainer.tensor_parallel)
+    if trainer.context_parallel > 1:
+        context.check_model(model, trainer.context_parallel, trainer.tensor_parallel)

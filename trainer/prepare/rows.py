@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scavenger.errors import ConfigError
-from trainer.data import dataset, environments
+from trainer.data import dataset
 
 #: In the order of preference.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "conversations")
@@ -39,8 +39,8 @@ MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\
 class DataFacts:
     """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `eval_prompts`: for eval.prompts.
 
-    `answer_field`: "" where no column looks like answers: a judge or tests reward such completions.
-    `environment`: the options of the reward of rows that `trainer.data.environments` wrote; else empty.
+    `answer_field`: "" where no column looks like answers: a judge or tests reward such completions. `environment`: whose tasks are the
+    prompts, in place of files; `python`: the interpreter that has it, "" = the trainer's.
     """
 
     task: Literal["jsonl", "parquet"]
@@ -53,7 +53,13 @@ class DataFacts:
     mathematics: bool
     rows: tuple[dict[str, Any], ...]
     eval_prompts: int
-    environment: dict[str, Any]
+    environment: str = ""
+    python: str = ""
+
+
+def of_environment(name: str, python: str) -> DataFacts:
+    """A run's data where an environment of `verifiers` brings it. Nothing of it is known before it is loaded."""
+    return DataFacts("jsonl", "", "", "", "", (), True, False, (), 0, name, python)
 
 
 def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:
@@ -76,10 +82,7 @@ def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> Da
         )
     answer = _column([name for name in columns if name != prompt], answer_field, ANSWERS, "answer", train)
     answers = [str(row.get(answer)) for row in rows] if answer else []
-    environment = _environment(rows[0])
-    mathematics = not environment and 0.9 * len(rows) <= sum(
-        bool(MATHEMATICS.search(text)) for text in answers
-    )
+    mathematics = 0.9 * len(rows) <= sum(bool(MATHEMATICS.search(text)) for text in answers)
     apart = sum(1 for _ in itertools.islice(dataset.raw(task, Path(held_out)), EVALUATED)) if held_out else 0
     eval_prompts = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
     return DataFacts(
@@ -93,17 +96,6 @@ def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> Da
         mathematics,
         tuple(rows),
         eval_prompts,
-        environment,
-    )
-
-
-def _environment(row: dict[str, Any]) -> dict[str, Any]:
-    """Which environment made the row, and with which args; empty for a row that none did."""
-    carried = row.get(environments.COLUMN)
-    if not isinstance(carried, dict) or "environment" not in carried:
-        return {}
-    return {"environment": carried["environment"]} | (
-        {"args": carried["args"]} if carried.get("args") else {}
     )
 
 

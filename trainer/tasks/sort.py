@@ -41,6 +41,13 @@ def reward(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     return 1.0 if completion == meta["answer"] else 0.0
 
 
+def closeness(prompt: str, completion: str, meta: dict[str, Any]) -> float:
+    """Between 0 and 1: the share of places that hold the right digit. A model that knows nothing gets some of it, and can learn from it."""
+    answer = str(meta["answer"])
+    right = sum(said == wanted for said, wanted in zip(completion, answer, strict=False))
+    return right / max(len(answer), len(completion))
+
+
 def tokenizer() -> Tokenizer:
     """One token a character, plus padding and the end of a completion."""
     made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(ALPHABET)}, unk_token=PAD))

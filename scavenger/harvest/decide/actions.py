@@ -58,7 +58,7 @@ class HarvestCode(StrEnum):
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
     HELD = "held"
-    REQUEUED = "requeued"
+    REQUEUED = "requeued"  # it had left for good, and Slurm put it back into the queue
     OVERDUE = "overdue"
     SHUTDOWN = "shutdown"
     STOPPED = "stopped"  # the kill switch, or `scavenger drain`
@@ -66,7 +66,7 @@ class HarvestCode(StrEnum):
     QOS = "qos"  # a user waits where Slurm preempts by QOS: whether this one may preempt us is not seen
     VOLUNTARY_PREEMPTION = "voluntary_preemption"  # a user who can preempt us waits all the same, or will
     ENDING = "ending"  # its time limit comes
-    NODE_DRAINED = "node_drained"  # its node is taken out of service
+    NODE_DRAINED = "node_drained"  # its node is taken out of service, or `scavenger drain --node` names it
     STANDBY = "standby"  # one more that waits for us to say where it begins; or such a one that is not needed
     FRESH = "fresh"  # a fresh job starts sooner elsewhere than this one where it waits
 
@@ -79,7 +79,7 @@ class OurJob:
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
     `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known. `started_at`: when Slurm started it
-    where it runs (Unix s), 0 while it waits.
+    where it runs (Unix s), 0 while it waits. `returned`: why it is not to be there: it had left for good, and Slurm put it back; or "".
     """
 
     intent_id: str
@@ -100,6 +100,7 @@ class OurJob:
     standby: bool = False
     owner: str = ""
     started_at: float = 0.0
+    returned: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,8 @@ class Restrictions:
 
     `stop`: why every engine is to drain, "" where harvesting is not stopped; `stop_now`: without waiting for engines to drain.
     `hidden`: why other users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us.
-    `quarantined`: (node, reason) pairs. `not_before`: until when nothing is submitted (Unix s), and why. `doubted`: nodes that
-    get an engine only where no other can.
+    `quarantined`, `drained`: (node, reason) pairs; engines leave the latter. `not_before`: until when nothing is
+    submitted (Unix s), and why. `doubted`: nodes that get an engine only where no other can.
     """
 
     stop: str = ""
@@ -206,6 +207,7 @@ class Restrictions:
     not_before_reason: str = ""
     preempted_last_hour: int = 0
     doubted: frozenset[str] = frozenset()
+    drained: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,35 +486,38 @@ class _Drafts:
             self._owner_gpus[job.owner] += job.gpus
         part = view.partition(limits.partition)
         # Caps: `_excluded`. Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.restrictions.quarantined} | {*free.booked, *free.full}
+        shut = {node for node, _ in limits.restrictions.quarantined}
+        shut |= {*free.drained, *free.booked, *free.full}
         self._inside = part.nodes if part is not None else frozenset[str]()
         self._exclude = frozenset(shut & self._inside)
         self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}
 
     def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[HarvestCode, str] | None:
-        """The limit that one more job for `want` would break, if any."""
+        """The limit that one more job for `want` would break, if any. One in the place of another breaks none that more jobs than are
+        allowed exceed already: engines that were preempted together wait together, more of them than `max_pending`."""
         limits = self.limits
         one, gpus = (
             (0, want.gpus_per_engine - instead_of.gpus)
             if instead_of is not None
             else (1, want.gpus_per_engine)
         )
-        if self._engines + one > limits.caps.max_engines:
+        if one and self._engines + one > limits.caps.max_engines:
             return (
                 HarvestCode.MAX_ENGINES,
                 f"max_engines = {limits.caps.max_engines} is reached (draining ones count)",
             )
-        if limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
+        if gpus > 0 and limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
             return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (draining ones count)"
         if (
-            limits.caps.max_gpus_per_user is not None
+            gpus > 0
+            and limits.caps.max_gpus_per_user is not None
             and self._user_gpus + gpus > limits.caps.max_gpus_per_user
         ):
             return (
                 HarvestCode.MAX_PER_USER,
                 f"max_gpus_per_user = {limits.caps.max_gpus_per_user} is reached in the partition",
             )
-        if self._pending + one > limits.caps.max_pending:
+        if one and self._pending + one > limits.caps.max_pending:
             return HarvestCode.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
         return None
 
@@ -523,7 +526,8 @@ class _Drafts:
     ) -> tuple[HarvestCode, str] | None:
         """The limit of the run's owner, if one more job for `want` would break it."""
         gpus = want.gpus_per_engine - (instead_of.gpus if instead_of is not None else 0)
-        if want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
+        replaced = instead_of is not None and gpus <= 0
+        if replaced or want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
             return None
         why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
         return HarvestCode.MAX_PER_OWNER, why

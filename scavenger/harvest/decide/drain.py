@@ -1,7 +1,7 @@
 """Which of our engines leave before Slurm preempts them. Pure.
 
-Their time limit comes, a reservation begins on their node, the node is taken out of service, or other users' jobs wait that would start if
-they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.
+Their time limit comes, a reservation begins on their node, the node is taken out of service or drained for engines alone, or other users'
+jobs wait that would start if they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.
 
 Owns these reasons. Knows nothing of demand: what no demand covers leaves by the policy's own rule.
 """
@@ -30,11 +30,18 @@ _OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_r
 
 
 def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Drain]:
-    """Jobs that were asked to leave and are still here, and jobs that Slurm holds: they would wait for ever."""
+    """Jobs that were asked to leave and are still here, or here again, and jobs that Slurm holds: they would wait for ever."""
     actions: list[Drain] = []
     for job in jobs:
         if not job.job_id:
             continue  # nothing to name to Slurm yet
+        if job.returned:
+            actions.append(
+                CancelPending(job.intent_id, job.returned, HarvestCode.REQUEUED)
+                if job.waits
+                else Cancel(job.intent_id, job.returned, HarvestCode.REQUEUED)
+            )
+            continue
         if job.drain_kind is DrainKind.NO:
             if job.waits and job.held:
                 actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", HarvestCode.HELD))
@@ -93,6 +100,7 @@ def _ending(
     # between two polls nothing is decided: what comes before the next one is now or too late
     soon_s = limits.job.drain_before_s + limits.yielding.horizon_s if limits.job.drain_before_s > 0 else 0.0
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
+    drained = dict(limits.restrictions.drained)
     found: list[Drain] = []
     for job in engines:
         listed = queue.ours.get(job.job_id)
@@ -116,6 +124,8 @@ def _ending(
                     HarvestCode.NODE_DRAINED,
                 )
             )
+        elif job.node in drained:
+            found.append(_go(job, drained[job.node], HarvestCode.NODE_DRAINED))
         elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
             found.append(
                 _go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", HarvestCode.ENDING)

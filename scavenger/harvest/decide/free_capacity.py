@@ -83,6 +83,7 @@ class FreeCapacity:
     waiting: int = 0
     headroom_gpus: int = 0
     closed: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
     booked: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
@@ -148,10 +149,14 @@ class FreeCapacity:
         self._use(name, gpus, *share)
         return NodeChoice(name, *share, self.until.get(name, float("inf")))
 
-    def fits(self, node: str, gpus: int) -> bool:
-        """Whether a job that waits for this very node can start there."""
+    def fits(self, node: str, gpus: int, cpus: int, memory_mb: int) -> bool:
+        """Whether a job that waits for this very node can start there. Its idle GPUs are of no use where another user's job holds the
+        CPUs or the memory. `cpus`, `memory_mb`: as configured."""
         space = self.resources.get(node)
-        return space is not None and space.gpus >= gpus
+        if space is None or space.gpus < gpus:
+            return False
+        asked = self.share(self.nodes[node], gpus, cpus, memory_mb)
+        return asked is not None and space.cpus >= asked[0] and space.memory_mb >= asked[1]
 
     def keep(self, node: str, gpus: int) -> int:
         """Leave GPUs to a job of ours that waits; without a node the fullest gaps lose them. Returns how many."""
@@ -226,6 +231,7 @@ class FreeCapacity:
             words.append(f"headroom {self.headroom_gpus}")
         named = (
             ("quarantined", self.closed),
+            ("drained", self.drained),
             ("reserved soon", self.booked),
             ("kept for other users' jobs that are expected soon", self.expected),
             ("at max_gpus_per_node", self.full),
@@ -288,10 +294,11 @@ def free_capacity_of(
             at // limits.yielding.plan_step_s * limits.yielding.plan_step_s,
         )
     quarantined = {name for name, _ in limits.restrictions.quarantined} & inside
+    drained = {name for name, _ in limits.restrictions.drained} & inside
     soon = {name for name, at in until.items() if name in inside and at < now + limits.job.min_life_s}
     booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.job.min_life_s}
     expected = tuple(sorted(name for name in soon - booked if name in resources and resources[name].gpus))
-    for name in (quarantined | soon) & resources.keys():
+    for name in (quarantined | drained | soon) & resources.keys():
         resources[name].gpus = 0
     kept = sum(min(space.gpus, limits.headroom.per_node) for space in resources.values())
     for space in resources.values():
@@ -310,6 +317,7 @@ def free_capacity_of(
         claimed,
         headroom_gpus=_headroom(limits, kept),
         closed=tuple(sorted(quarantined)),
+        drained=tuple(sorted(drained)),
         booked=tuple(sorted(booked)),
         expected=expected,
         full=_full(held, nodes, limits),
@@ -437,26 +445,49 @@ class GpuUse:
     jobs_pending_other_users: int
 
 
-def gpu_use(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: float) -> GpuUse:
-    """Every GPU of the cluster, counted once."""
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """Whose the GPUs of one node are; `rest`: nobody's. `inside`: it belongs to the harvest partition."""
+
+    node: Node
+    inside: bool
+    harvested: int
+    other_users: int
+
+    @property
+    def rest(self) -> int:
+        return self.node.gpus - self.harvested - self.other_users
+
+
+def gpus_of_nodes(view: ClusterView, partition: str, our_job_ids: frozenset[int]) -> list[NodeUse]:
+    """Every node, in the view's order."""
     part = view.partition(partition)
-    inside = part.nodes if part is not None else frozenset()
+    inside = part.nodes if part is not None else frozenset[str]()
     held: dict[str, int] = {}
     for job in view.jobs:
         if job.job_id in our_job_ids and job.has_gpus_allocated:
             for node_name, gpus in gpus_by_node(job):
                 held[node_name] = held.get(node_name, 0) + gpus
-    idle = harvested = other_users = reserved = unusable = 0
+    found = []
     for node in view.nodes:
-        if node.name not in inside:
-            reserved += node.gpus
-            continue
         ours = min(held.get(node.name, 0), node.gpus)
         theirs = max(0, min(node.gpus_allocated, node.gpus) - ours)
-        rest = node.gpus - ours - theirs
-        harvested += ours
-        other_users += theirs
-        idle, unusable = (idle + rest, unusable) if node.usable else (idle, unusable + rest)
+        found.append(NodeUse(node, node.name in inside, ours, theirs))
+    return found
+
+
+def gpu_use(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: float) -> GpuUse:
+    """Every GPU of the cluster, counted once."""
+    part = view.partition(partition)
+    inside = part.nodes if part is not None else frozenset[str]()
+    idle = harvested = other_users = reserved = unusable = 0
+    for use in gpus_of_nodes(view, partition, our_job_ids):
+        if not use.inside:
+            reserved += use.node.gpus
+            continue
+        harvested += use.harvested
+        other_users += use.other_users
+        idle, unusable = (idle + use.rest, unusable) if use.node.usable else (idle, unusable + use.rest)
     waiting = waiting_jobs(view, our_job_ids, now)
     reached = {text: _reaches(view.partitions, text, inside) for text in {job.partition for job in waiting}}
     pending = sum(reached[job.partition] for job in waiting)

@@ -133,7 +133,7 @@ def set_aside_or_move(
             if movable:
                 found.append(StandbyMove(job, f"it may begin in {begins_s:.0f} s"))
             continue
-        if pinned and not free.fits(pinned, job.gpus):
+        if pinned and not free.fits(pinned, job.gpus, limits.job.cpus, limits.job.memory_mb):
             if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
                 found.append(
                     StandbyMove(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True)

@@ -48,6 +48,9 @@ class Tracked:
     asked_at: float = 0.0
     why_draining: str = ""
     drain_code: HarvestCode | None = None
+    #: The restart count of the newest life that was to be its job's last: it was asked to leave, or finished by itself.
+    last_life: int = -1
+    returned: str = ""  # why its job was not to come back, where Slurm has put it back all the same
     #: The node that it was submitted for; of a restored job for which Slurm chose, the one where it ran.
     pinned: str = ""
     standby: bool = False  # it waits for us to say where it begins

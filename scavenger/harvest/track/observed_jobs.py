@@ -92,6 +92,8 @@ END_REASONS: Mapping[JobState, str] = {
     JobState.TIMEOUT: "timeout",
     JobState.DEADLINE: "timeout",
 }
+#: Ends that need no exit code to be told from a preemption's.
+LASTING = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
 
 _HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
@@ -184,6 +186,11 @@ def accounted_word(state: str) -> str:
     if state == "REQUEUED":  # by `scontrol requeue`: ours on Slurm's notice, or a user's
         return "requeued"
     return END_REASONS.get(JobState(state), "") if state in JobState.__members__ else ""
+
+
+def left_on_notice(job: Job) -> bool:
+    """Whether a job that FAILED did so because its worker was told to go: by Slurm, which may put it back."""
+    return job.state is JobState.FAILED and job.exit_code in _LEFT_ON_NOTICE
 
 
 def crashed(job: Job) -> bool:

@@ -135,6 +135,9 @@ class Tracker:
         """We asked the job to leave (again)."""
         one = self.intents[intent_id]
         one.drain_kind, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
+        # A job that completes may show the restart count of its next life already: that one is not to be.
+        now_at = one.allocation.restart_count if one.allocation else one.job.restart_count if one.job else 0
+        one.last_life, one.returned = max(one.last_life, now_at), ""
 
     def restore(self, states: Sequence[rec.OpenIntent], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
@@ -156,6 +159,8 @@ class Tracker:
                 if state.allocation_open
                 else Stage.WAITING
             )
+            if state.last_state in observed_jobs.LASTING:
+                one.last_life = state.restart_count
             one.last_allocation, one.free_at = state.last_allocation, max(state.intended.at, state.free_since)
             one.workers = {
                 life.incarnation: WorkerLife(one.intent_id, *msgspec.structs.astuple(life))
@@ -241,6 +246,7 @@ class Tracker:
             self._record_state(draft, one, job)
             self._allocations.follow(draft, one, job, observed, lost)
             one.standby = is_standby(job, draft.now)
+            self._note_return(one, job, observed)
             one.job, one.last_state, one.held = job, str(job.state), observed_jobs.held_back(job)
         one.since = one.since if target is one.stage else draft.now
         one.stage = target
@@ -252,6 +258,26 @@ class Tracker:
             one.unseen_since = draft.now
         if one.unseen >= 2 and draft.now - one.unseen_since >= self.rules.absent_s:
             self._end(draft, one)
+
+    def _note_return(self, one: Tracked, job: Job, observed: ObservedState) -> None:
+        """Whether Slurm started its job again, or is about to, after a life that was to be the last one.
+
+        Slurm 24.11 puts a job that was preempted once back into the queue after whichever exit comes later, 0 included. A preempted job
+        comes back too, and is to: its life ended as PREEMPTED, or with an exit code that says that it left on Slurm's notice.
+        """
+        if observed is ObservedState.FINISHED and not observed_jobs.left_on_notice(job):
+            one.last_life = max(one.last_life, job.restart_count)
+        one.returned = self._came_back(one, job)
+
+    def _came_back(self, one: Tracked, job: Job) -> str:
+        """Why this job is not to be in the queue; "" where it may, or is on its way out."""
+        alive = (ObservedState.WAITS, ObservedState.ALLOCATED)
+        ended = 0 <= one.last_life < job.restart_count
+        if not ended or observed_jobs.observed_state_of(job) not in alive:
+            return ""
+        if one.drain_kind is DrainKind.NO:
+            return "it had ended by itself, and Slurm put it back"
+        return f"it was {one.drain_kind} ({one.why_draining}), and Slurm put it back"
 
     def _adopt(self, draft: Draft, one: Tracked, job: Job) -> None:
         if not one.job_id:
@@ -349,6 +375,7 @@ class Tracker:
                     one.standby and one.allocation is None,
                     owners.get(one.intended.run_id, ""),
                     one.allocation.started_at if one.allocation is not None else 0.0,
+                    one.returned,
                 )
             )
         return found
@@ -381,8 +408,13 @@ class Tracker:
         )
 
     def surprised(self, jobs: Iterable[Job]) -> bool:
-        """Whether one of our jobs no longer holds what it held. Why it left (a lost node?) takes more than the queue to tell."""
+        """Whether one of our jobs no longer holds what it held, or is back though it was to leave for good. Why it left (a lost node?)
+        takes more than the queue to tell, and nothing is cancelled on the queue alone."""
         listed = {job.job_id: job for job in jobs}
+        for one in self.intents.values():
+            job = listed.get(one.job_id)
+            if job is not None and self._came_back(one, job):
+                return True
         held = [
             (one.allocation, listed.get(one.job_id))
             for one in self.intents.values()

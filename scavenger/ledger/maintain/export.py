@@ -37,13 +37,14 @@ CONTENTS: dict[str, frozenset[str]] = {
 _COMMON = frozenset(
     {"generations", "cluster_polls", "decisions", "move_log", "other_users_waits", "node_quarantines"}
 )
-_SAMPLE_S = ("chunks", "leases", "sample_ends")
+_SAMPLE_S = ("chunks", "leases", "sample_ends", "turn_samples")
 _JOB_S = ("job_states", "gpu_allocations")
 #: Children before parents.
 ORDER = (
     "chunks",
     "leases",
     "sample_ends",
+    "turn_samples",
     "samples",
     "turns",
     "groups",

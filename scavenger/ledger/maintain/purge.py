@@ -24,7 +24,7 @@ from scavenger.ledger import redaction, store
 from scavenger.ledger.faults import FINAL, classify, explain, remedy
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reports import utc
-from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples, steps
+from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples, steps, turn_samples, turns
 from scavenger.ledger.write.transaction import open_connection
 
 T = TypeVar("T")
@@ -190,6 +190,8 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
         .values(tokens=b"", logprobs=b"", raw_logprobs=b"", routing=b"")
     )
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
+    connection.execute(sa.update(turns).where(turns.c.group_id.in_(found)).values(prompt_sha256=b""))
+    connection.execute(sa.delete(turn_samples).where(turn_samples.c.sample_id.in_(members)))
     for said, theirs in (
         (samples, samples.c.group_id.in_(found)),
         (sample_ends, sample_ends.c.sample_id.in_(members)),

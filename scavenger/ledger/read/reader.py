@@ -19,6 +19,7 @@ from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.faults import FINAL, classify, explain, overran, remedy
+from scavenger.ledger.read import prompts
 from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 from scavenger.weights import manifest as manifests
@@ -188,7 +189,7 @@ def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -
 
 
 def read_snapshot(engine: sa.Engine) -> r.Snapshot:
-    """Everything a restarted daemon needs, in one consistent view: lengths, no tokens. Raises `LedgerError`."""
+    """Everything a restarted daemon needs, in one consistent view: lengths, and tokens of turns under way alone. Raises `LedgerError`."""
     with reading(engine) as connection:
         runs = _runs(connection)
         groups: list[r.OpenGroup] = []
@@ -219,6 +220,10 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
         quarantined = tuple(row["node"] for row in _ask(connection, "snapshot_quarantines"))
         episodes = tuple(_struct(r.EpisodeState, row) for row in _ask(connection, "snapshot_episodes"))
         turns = tuple(_struct(r.TurnBegun, row, at="begun_at") for row in _ask(connection, "snapshot_turns"))
+        turn_samples = tuple(
+            _struct(r.TurnSampleFinished, row) for row in _ask(connection, "snapshot_turn_samples")
+        )
+        groups, turn_tokens = _with_whole_prompts(connection, groups, {turn.group_id for turn in turns})
         (ids,) = _ask(connection, "next_ids")
         return r.Snapshot(
             **ids,
@@ -232,7 +237,36 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             quarantined=quarantined,
             episodes=episodes,
             turns=turns,
+            turn_samples=turn_samples,
+            turn_tokens=turn_tokens,
         )
+
+
+def _with_whole_prompts(
+    connection: sa.Connection, groups: list[r.OpenGroup], turns: set[int]
+) -> tuple[list[r.OpenGroup], tuple[tuple[int, bytes], ...]]:
+    """The groups, of which turns under way have their whole prompts and all other turns none; and the tokens that those have so far."""
+    under_way = [
+        group.created.group_id
+        for group in groups
+        if group.created.group_id in turns and any(sample.state == "open" for sample in group.samples)
+    ]
+    whole = prompts.whole_prompts(connection, under_way)
+    begun = [
+        sample.sample_id
+        for group in groups
+        if group.created.group_id in whole
+        for sample in group.samples
+        if sample.state == "open" and sample.length
+    ]
+    replace = msgspec.structs.replace
+    found = [
+        replace(group, created=replace(group.created, prompt=whole.get(group.created.group_id, b"")))
+        if group.created.purpose == "turn"
+        else group
+        for group in groups
+    ]
+    return found, tuple(sorted(prompts.tokens_of(connection, begun).items()))
 
 
 def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.OpenGroup, ...]:

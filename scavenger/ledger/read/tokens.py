@@ -10,11 +10,13 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+import sqlalchemy as sa
 from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.read.reader import Piece, join_chunks, rows
+from scavenger.ledger.read.prompts import whole_prompts
+from scavenger.ledger.read.reader import Piece, join_chunks, reading
 from scavenger.ledger.read.reports import utc
 from scavenger.ledger.store import open_readonly
 from scavenger.printable import printable
@@ -30,7 +32,7 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
 
     Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
     """
-    sample, pieces = _read(url, sample_id)
+    sample, pieces, prompt = _read(url, sample_id)
     if sample["contents"] in ("dropped", "purged"):
         at = (
             f" at {utc(sample['purged_at'])}"
@@ -50,7 +52,7 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
             printable(load_tokenizer(sample["tokenizer"]).decode(list(ids), skip_special_tokens=False)) + "\n"
         )
     place = {name: sample[name] for name in _PLACE}
-    said = {"prompt": unpack_tokens(bytes(sample["prompt"])), "tokens": ids}
+    said = {"prompt": unpack_tokens(prompt), "tokens": ids}
     told = {
         "logprobs": _plain(unpack_logprobs(logprobs)),
         "raw_logprobs": _plain(unpack_logprobs(raw_logprobs)),
@@ -82,23 +84,34 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece]]:
+def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece], bytes]:
     engine = open_readonly(url)
     try:
-        found = rows(engine, queries.load("sample_tokens"), {"sample_id": sample_id})
+        with reading(engine) as connection:
+            statement = sa.text(queries.load("sample_tokens"))
+            records = [
+                dict(row) for row in connection.execute(statement, {"sample_id": sample_id}).mappings()
+            ]
+            if not records:
+                raise LedgerError(
+                    f"the ledger has no sample {sample_id}",
+                    "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
+                )
+            prompt = bytes(records[0]["prompt"])
+            if records[0]["purpose"] == "turn" and records[0]["contents"] != "purged":
+                group_id = records[0]["group_id"]
+                prompt = whole_prompts(connection, [group_id]).get(group_id, prompt)
     finally:
         engine.dispose()
-    records = [dict(zip(found.columns, row, strict=True)) for row in found.rows]
-    if not records:
-        raise LedgerError(
-            f"the ledger has no sample {sample_id}",
-            "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
-        )
     chunks = [record for record in records if record["start_len"] is not None]  # null: it has none yet
-    return records[0], [
-        (c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"]), b"")
-        for c in chunks
-    ]
+    return (
+        records[0],
+        [
+            (c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"]), b"")
+            for c in chunks
+        ],
+        prompt,
+    )
 
 
 def _plain(logprobs: tuple[float, ...]) -> list[float | str]:

@@ -394,8 +394,17 @@ KINDS: dict[type[Record], Kind] = {
         _update(t.episodes, "episode_id", **_fields("state reason"), ended_at=":at"), uses="episodes"
     ),
     r.TurnBegun: _kind(
-        _insert(t.turns, **_fields("group_id episode_id run_id number request content"), begun_at=":at"),
+        _insert(
+            t.turns,
+            **_fields(
+                "group_id episode_id run_id number request content parent_id prefix_len prompt_tokens prompt_sha256"
+            ),
+            begun_at=":at",
+        ),
         creates="turns",
+    ),
+    r.TurnSampleFinished: _kind(
+        _insert(t.turn_samples, **_fields("sample_id sha256")), creates="turn_samples"
     ),
     r.WorkerJoined: _kind(
         _insert(

@@ -190,7 +190,7 @@ class LengthForecast:
         lowest = min(max(0.5, cap / 2.0**OCTAVES), highest / 2)
         count = math.ceil(math.log2(highest / lowest) * BINS_PER_OCTAVE)
         self.edges = (*(lowest * (highest / lowest) ** (j / count) for j in range(count)), highest)
-        self._logs = tuple(math.log(edge) for edge in self.edges)
+        self.logs = tuple(math.log(edge) for edge in self.edges)
         self._prior = self._prior_weights()
         self._past = [0.0] * (len(self.edges) + 1)
         self._now = [0.0] * (len(self.edges) + 1)
@@ -200,7 +200,7 @@ class LengthForecast:
     def widened(self, cap: int) -> LengthForecast:
         """The same for a larger cap. What ended at the old one counts as that long; within a bin all counts at its middle, by logs."""
         wide = LengthForecast(cap)
-        logs = self._logs
+        logs = self.logs
         middles = [
             self.edges[0],
             *(math.exp((low + high) / 2) for low, high in pairwise(logs)),
@@ -236,25 +236,28 @@ class LengthForecast:
 
         A sample that stands inside a bin counts half in it (the actuarial estimate).
         """
-        done = [self._prior[j] + self._past[j] + self._now[j] for j in range(len(self._prior))]
-        passed = [0.0] * len(done)
-        edges = self.edges
+        passed = [0] * (len(self.edges) + 1)
         for length in running:
-            passed[bisect_left(edges, length)] += 1.0
+            passed[bisect_left(self.edges, length)] += 1
+        return self.table_of(passed)
+
+    def table_of(self, passed: Sequence[int]) -> LengthTable:
+        """The same, where that many running samples stand in each bin."""
+        done = [self._prior[j] + self._past[j] + self._now[j] for j in range(len(self._prior))]
         at_risk = sum(done) + sum(passed)
         left, scores = 1.0, []
         for j in range(len(self.edges)):
             risk = at_risk - passed[j] / 2
             left *= 1 - done[j] / risk
             at_risk -= done[j] + passed[j]
-            scores.append(-_quantile(min(1 - _EDGE, max(_EDGE, left))))
+            scores.append(-quantile(min(1 - _EDGE, max(_EDGE, left)), 0.0, 1.0))
         for j in range(1, len(scores)):  # strictly growing, so that it can be inverted
             scores[j] = max(scores[j], scores[j - 1] + 1e-9)
-        return LengthTable(self.cap, self.edges, self._logs, tuple(scores), self.correlation)
+        return LengthTable(self.cap, self.edges, self.logs, tuple(scores), self.correlation)
 
     def _prior_weights(self) -> list[float]:
         middle = math.log(self.cap * PRIOR_MEDIAN_SHARE)
-        below = [1 - upper_tail((log - middle) / PRIOR_SIGMA) for log in self._logs]
+        below = [1 - upper_tail((log - middle) / PRIOR_SIGMA) for log in self.logs]
         shares = [below[0], *(high - low for low, high in pairwise(below)), 1 - below[-1]]
         return [PRIOR_ANSWERS * share for share in shares]
 

@@ -47,11 +47,14 @@ class SpeedCurve:
         """What a sample adds to its engine's time, besides `base` for each step that there would not have been without it."""
         return self.per_sample * rest + self.per_token * rest * (have + rest / 2)
 
+    def works_s(self, samples: Sequence[tuple[float, float]]) -> float:
+        """`work_s` of all (tokens, tokens to come), added up in their order: written out, every look asks it of every sample."""
+        sample_s, token_s = self.per_sample, self.per_token
+        return sum([sample_s * rest + token_s * rest * (have + rest / 2) for have, rest in samples])
+
     def drain_s(self, samples: Sequence[tuple[float, float]]) -> float:
         """Seconds until an engine that holds these (tokens, tokens to come) is done, when nothing joins."""
-        return self.base * max((rest for _, rest in samples), default=0.0) + sum(
-            self.work_s(have, rest) for have, rest in samples
-        )
+        return self.base * max([rest for _, rest in samples], default=0.0) + self.works_s(samples)
 
     def plateau(self, each: float, share: float = 0.9) -> int:
         """The batch that reaches `share` of the throughput that no batch exceeds, at least 1."""

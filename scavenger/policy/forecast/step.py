@@ -58,7 +58,12 @@ class EnginePool:
 
     def capacity(self, mean: float) -> float:
         """Samples of so much context that run on one at a time."""
-        return min(self.slots, max(1.0, self.cache / mean)) if mean > 0 else self.slots
+        if mean <= 0:
+            return self.slots
+        fit = self.cache / mean
+        if fit < 1.0:
+            fit = 1.0
+        return self.slots if self.slots <= fit else fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +198,13 @@ class _Fleet:
         if reserved <= FEW:
             return _alone(self._harvested, harvested, n, mean), 0.0
         mine, theirs = self._reserved.curve, self._harvested.curve
-        running = min(
-            n, reserved * self._reserved.capacity(mean) + harvested * self._harvested.capacity(mean)
-        )
-        k, j = (
-            max(mine.per_sample + mine.per_token * mean, 1e-12),
-            max(theirs.per_sample + theirs.per_token * mean, 1e-12),
-        )
+        capacity = reserved * self._reserved.capacity(mean) + harvested * self._harvested.capacity(mean)
+        running = capacity if capacity < n else n
+        k, j = mine.per_sample + mine.per_token * mean, theirs.per_sample + theirs.per_token * mean
+        if k < 1e-12:
+            k = 1e-12
+        if j < 1e-12:
+            j = 1e-12
         step = (running + reserved * mine.base / k + harvested * theirs.base / j) / (
             reserved / k + harvested / j
         )
@@ -260,16 +265,16 @@ def _train(
     situation: Situation, groups: Sequence[tuple[float, float]], weight: float, start_s: float
 ) -> float:
     """When the last round is done, if training starts at `start_s` and groups, (seconds, tokens) in order, stand for `weight` each."""
-    costs, j = situation.costs, 0
+    costs, j, last = situation.costs, 0, len(groups)
     t, ready, tokens = start_s, float(situation.ready_groups), situation.ready_tokens
     while True:
-        while j < len(groups) and groups[j][0] <= t:
+        while j < last and groups[j][0] <= t:
             ready, tokens = ready + weight, tokens + weight * groups[j][1]
             j += 1
-        if ready and (ready >= costs.round_groups or j == len(groups)):
+        if ready and (ready >= costs.round_groups or j == last):
             t += costs.round_s + costs.train_s * tokens
             ready, tokens = 0.0, 0.0
-        elif j < len(groups):
+        elif j < last:
             t = groups[j][0]
             if t == NEVER:
                 return NEVER
@@ -284,7 +289,7 @@ def _mean_context(samples: Samples) -> float:
 
 
 class StepModel:
-    """One situation's predictions: the open phase is computed once, each window costs the rest."""
+    """One situation's predictions: the open phase is computed once, when it is asked for; each window costs the rest."""
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
@@ -296,9 +301,19 @@ class StepModel:
         self._mean = _mean_context(self._samples)
         alone = situation.harvested.engines > FEW or bool(situation.arrivals)
         self._crowded = alone and self._places(0.0, len(self._samples)) < NEVER  # once reserved engines sleep
-        self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
-        self.times = _generate(self.profile, self._open, _Cursor())
-        self.end_s = self.times[-1] if self.times else 0.0
+
+    @cached_property
+    def profile(self) -> Profile:
+        return self._profile(self._samples, self._before, self.situation.reserved.engines)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """When the buckets end in the open phase. Who stays asleep asks for none of it."""
+        return _generate(self.profile, self._open, _Cursor())
+
+    @property
+    def end_s(self) -> float:
+        return self.times[-1] if self.times else 0.0
 
     def _profile(self, samples: Samples, before: Floats, reserved: float) -> Profile:
         """With the places of `reserved` engines, and of all harvested ones that are there or will be."""

@@ -142,17 +142,13 @@ class Service:
         now: float,
     ) -> list[Ranked]:
         """The order in which these go now. `longest`: the longest first; `trained`: tokens of whole groups that are trained."""
-        expected = picture.expected
-        to_come = {
-            group_id: sum(expected[s.id] for s in group.running) for group_id, group in picture.groups.items()
-        }
-        in_turn = placement.in_turn(jobs, to_come)
         # What reserved engines held is about to be queued, and is what there is to put in order.
         coming = not picture.step.reserved_awake and any(
             worker.id in picture.held for worker in picture.reserved
         )
         if self.changed and picture.step.purpose == "train" and picture.reserved and not coming:
             if now >= self._at + AGAIN_S:
+                in_turn = _in_turn(picture, jobs)
                 orders = [[ranking.job.sample_id for ranking in order] for order in (longest, in_turn)]
                 usual = self.by if picture.step.reserved_awake else replace(self.by, order=IN_TURN)
                 self.by = windows.serve([picture.situation(trained, order) for order in orders], usual)
@@ -160,7 +156,15 @@ class Service:
             elif self._begun:
                 self.by = windows.carried(picture.situation(trained), self.by)
             self._begun = False
-        return in_turn if self.by.order else longest
+        return _in_turn(picture, jobs) if self.by.order else longest
+
+
+def _in_turn(picture: Picture, jobs: Sequence[QueuedSample]) -> list[Ranked]:
+    expected = picture.expected
+    to_come = {
+        group_id: sum([expected[s.id] for s in group.running]) for group_id, group in picture.groups.items()
+    }
+    return placement.in_turn(jobs, to_come)
 
 
 #: An order of queued samples serves this long.
@@ -299,8 +303,8 @@ class Placer:
                     ),
                     curve=curve,
                     cache=float(worker.cache_tokens) or math.inf,
-                    longest=max((rest for _, rest in held), default=0.0),
-                    work_s=sum(curve.work_s(have, rest) for have, rest in held),
+                    longest=max([rest for _, rest in held], default=0.0),
+                    work_s=curve.works_s(held),
                     context=sum(each) if held else 0.0,
                     open_s=open_s if worker.kind == "reserved" else math.inf,
                     reload_s=forecast.prefill_s(curve),

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +45,17 @@ class GroupProgress:
     running: list[SampleView] = field(default_factory=list)
     done_tokens: float = 0.0
 
-    def key(self) -> GroupLengths:
-        return GroupLengths(tuple(self.finished), tuple([sample.length for sample in self.running]))
+
+class _Unfinished(NamedTuple):
+    """What is not done, group after group: views, each group's id with the number of its samples, and columns of ids and tokens."""
+
+    views: list[SampleView]
+    groups: list[tuple[int, int]]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+_UNKNOWN = Belief()
 
 
 class Picture:
@@ -59,13 +69,14 @@ class Picture:
         self.workers: Sequence[WorkerView] = view.workers
         self._forecast = forecast
         self._known = beliefs
+        self._samples = view.samples
         self.groups: dict[int, GroupProgress] = {}
-        self.held: dict[int, list[SampleView]] = {}
-        groups, held, cap = self.groups, self.held, 1
-        for sample in view.samples:
-            group = groups.get(sample.group_id)
-            if group is None:
-                group = groups[sample.group_id] = GroupProgress()
+        groups, cap, group = self.groups, 1, GroupProgress()
+        group_id: int | None = None
+        for sample in self._samples:
+            if sample.group_id != group_id:  # siblings come one after the other
+                group_id = sample.group_id
+                group = groups.setdefault(group_id, GroupProgress())
             if sample.done:
                 group.finished.append(sample.length)
                 group.done_tokens += sample.length + sample.prompt_tokens
@@ -73,49 +84,60 @@ class Picture:
             if sample.cap > cap:
                 cap = sample.cap
             group.running.append(sample)
-            worker_id = sample.worker_id
-            if worker_id:
-                if worker_id in held:
-                    held[worker_id].append(sample)
-                else:
-                    held[worker_id] = [sample]
         self._cap = cap
         self.reserved = [w for w in self.workers if w.kind == "reserved"]
         self.harvested = [w for w in self.workers if w.kind != "reserved"]
 
     @cached_property
+    def held(self) -> dict[int, list[SampleView]]:
+        """By worker id, what it holds."""
+        held: dict[int, list[SampleView]] = {}
+        for sample in self._samples:
+            if sample.worker_id and not sample.done:
+                held.setdefault(sample.worker_id, []).append(sample)
+        return held
+
+    @cached_property
     def table(self) -> LengthTable:
+        found, lengths = self._places, self._forecast.capped(self._cap)
+        standing = found.at[self._unfinished.lengths > 0]
+        return lengths.table_of(np.bincount(standing, minlength=len(lengths.edges) + 1).tolist())
+
+    @cached_property
+    def _places(self) -> lengths_of_step.Places:
         lengths = self._forecast.capped(self._cap)
-        return lengths.table(
-            [sample.length for group in self.groups.values() for sample in group.running if sample.length]
-        )
+        return lengths_of_step.places(lengths.cap, lengths.edges, lengths.logs, self._unfinished.lengths)
+
+    @cached_property
+    def _present(self) -> lengths_of_step.Present:
+        return lengths_of_step.Present(self.table, self._unfinished.lengths, self._places)
 
     @cached_property
     def expected(self) -> dict[int, float]:
         """Expected tokens to come of each sample that is not done."""
-        lengths = lengths_of_step.expected(
-            self.table, [(belief, self._keys[group].running) for group, belief in self.beliefs.items()]
+        left = self._unfinished
+        rest = (
+            lengths_of_step.expected(self._present, [(self.beliefs[g], n) for g, n in left.groups])
+            - left.lengths
         )
-        views, have = self._unfinished
-        return dict(zip([sample.id for sample in views], (lengths - have).tolist(), strict=True))
+        return dict(zip(left.ids.tolist(), rest.tolist(), strict=True))
 
     @cached_property
     def imputed(self) -> NDArray[np.float64]:
         """One plausible number of tokens to come of each sample that is not done, group after group."""
-        lengths = lengths_of_step.impute(
-            self.table, [(group, belief, self._keys[group]) for group, belief in self.beliefs.items()]
+        groups = [(group_id, self.beliefs[group_id], count) for group_id, count in self._unfinished.groups]
+        return lengths_of_step.impute(self._present, groups) - self._unfinished.lengths
+
+    @cached_property
+    def _unfinished(self) -> _Unfinished:
+        groups = [(group_id, group.running) for group_id, group in self.groups.items() if group.running]
+        views = [sample for _, running in groups for sample in running]
+        return _Unfinished(
+            views,
+            [(group_id, len(running)) for group_id, running in groups],
+            np.array([sample.id for sample in views], np.int64),
+            np.array([sample.length for sample in views], np.int64),
         )
-        return lengths - self._unfinished[1]
-
-    @cached_property
-    def _unfinished(self) -> tuple[list[SampleView], NDArray[np.float64]]:
-        """What is not done, group after group, and the tokens that each has."""
-        views = [sample for group in self.groups.values() for sample in group.running]
-        return views, np.array([sample.length for sample in views], np.float64)
-
-    @cached_property
-    def _keys(self) -> dict[int, GroupLengths]:
-        return {group_id: self.groups[group_id].key() for group_id in self.beliefs}
 
     def longest(self, sample: SampleView) -> float:
         """Tokens to come that this sample exceeds in one of ten cases only."""
@@ -123,31 +145,37 @@ class Picture:
 
     @cached_property
     def beliefs(self) -> dict[int, Belief]:
-        """Of each group that is not whole."""
-        return {
-            group_id: self._belief(group_id, group)
-            for group_id, group in self.groups.items()
-            if group.running
-        }
+        """Of each group that is not whole. Solved again when a sibling finished, one has grown by about a quarter, or siblings are found
+        to be more or less alike than they were."""
+        left, known, likeness = self._unfinished, self._known, round(self.table.correlation, 2)
+        grown = self._octaves_of(left.lengths)
+        found: dict[int, Belief] = {}
+        stale: list[tuple[int, object]] = []
+        asked: list[tuple[int, int, Sequence[int]]] = []
+        first = 0
+        for group_id, count in left.groups:
+            finished = self.groups[group_id].finished
+            stop = first + count
+            stamp = (len(finished), grown[first:stop].tobytes(), likeness)
+            last = known.get(group_id)
+            if last is not None and last[0] == stamp:
+                found[group_id] = last[1]
+            else:
+                found[group_id] = _UNKNOWN  # so that all stay in their order
+                stale.append((group_id, stamp))
+                asked.append((first, stop, finished))
+            first = stop
+        if asked:
+            solved = lengths_of_step.beliefs(self._present, asked)
+            for (group_id, seen), belief in zip(stale, solved, strict=True):
+                found[group_id] = belief
+                known[group_id] = (seen, belief)
+        return found
 
-    def _belief(self, group_id: int, group: GroupProgress) -> Belief:
-        """Solved again when a sibling finished, or one has grown by about a quarter."""
+    def _octaves_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int16]:
         if self._cap <= LONG:
-            octaves = _octaves(self._cap.bit_length())
-            grown = tuple([octaves[s.length] for s in group.running])
-        else:
-            grown = tuple([_octave(s.length) for s in group.running])
-        stamp = (len(group.finished), grown, self._likeness)
-        known = self._known.get(group_id)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        belief = self.table.belief(group.key())
-        self._known[group_id] = (stamp, belief)
-        return belief
-
-    @cached_property
-    def _likeness(self) -> float:
-        return round(self.table.correlation, 2)
+            return _octaves(self._cap.bit_length())[lengths]
+        return np.array([_octave(length) for length in lengths.tolist()], np.int16)
 
     # ---------------------------------------------------------------- engines
 
@@ -208,25 +236,28 @@ class Picture:
         return len(whole), sum(group.done_tokens for group in whole)
 
     @cached_property
-    def _running(self) -> tuple[list[SampleView], Samples, NDArray[np.int64], NDArray[np.bool_]]:
-        """What is not done: views, with imputed lengths in columns, ids, and whether it waits. Group after group."""
-        views, lengths = self._unfinished
-        groups, place = np.unique(
-            np.array([sample.group_id for sample in views], np.int64), return_inverse=True
+    def _running(self) -> tuple[Samples, NDArray[np.bool_]]:
+        """What is not done, with imputed lengths in columns, and whether it waits. Group after group."""
+        left = self._unfinished
+        groups = sorted(group_id for group_id, _ in left.groups)
+        place = np.repeat(
+            np.searchsorted(
+                np.array(groups, np.int64), np.array([group_id for group_id, _ in left.groups], np.int64)
+            ),
+            [count for _, count in left.groups],
         )
-        have = np.array([sample.prompt_tokens for sample in views], np.float64) + lengths
-        waits = np.array([not sample.worker_id for sample in views], np.bool_)
-        ids = np.array([sample.id for sample in views], np.int64)
-        return views, Samples(have, self.imputed, place, tuple(groups.tolist())), ids, waits
+        have = np.array([sample.prompt_tokens for sample in left.views], np.float64) + left.lengths
+        waits = np.array([not sample.worker_id for sample in left.views], np.bool_)
+        return Samples(have, self.imputed, place, tuple(groups)), waits
 
     def in_order(self, queued: Sequence[int] = ()) -> Samples:
         """What is not done, with imputed lengths: what engines hold, then what waits, in the order of `queued` where it is there."""
-        views, all_, ids, waits = self._running
+        (all_, waits), ids = self._running, self._unfinished.ids
         late = len(queued)
         turn = np.full(len(ids), late)
         if late:
             turns = {sample_id: place for place, sample_id in enumerate(queued)}
-            turn = np.array([turns.get(sample.id, late) for sample in views])
+            turn = np.array([turns.get(sample_id, late) for sample_id in ids.tolist()])
         order = np.lexsort((ids, turn, waits))
         return Samples(all_.have[order], all_.rest[order], all_.group[order], all_.groups)
 
@@ -288,9 +319,9 @@ def _octave(length: int) -> int:
 
 
 @functools.cache
-def _octaves(bits: int) -> tuple[int, ...]:
+def _octaves(bits: int) -> NDArray[np.int16]:
     """Of each length of so many bits: looked up for every sample at every look at a step."""
-    return tuple(_octave(length) for length in range(1 << bits))
+    return np.array([_octave(length) for length in range(1 << bits)], np.int16)
 
 
 def whole_step(

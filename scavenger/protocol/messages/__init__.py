@@ -67,6 +67,7 @@ from scavenger.protocol.messages.gateway import (
     OpenTurn,
     TurnAccepted,
     TurnTokens,
+    named_request,
 )
 from scavenger.protocol.messages.trainer import (
     GATEWAY_BODIES,
@@ -79,6 +80,7 @@ from scavenger.protocol.messages.trainer import (
     Denied,
     DoneSample,
     EndReserved,
+    EpisodeOutcome,
     Fleet,
     GroupDone,
     GroupSpec,
@@ -172,6 +174,7 @@ __all__ = [
     "EndEpisode",
     "EndReserved",
     "EngineSpec",
+    "EpisodeOutcome",
     "Fleet",
     "GatewayPing",
     "Goodbye",
@@ -237,6 +240,7 @@ __all__ = [
     "decode_to_trainer",
     "decode_to_worker",
     "encode",
+    "named_request",
     "pack_logprobs",
     "pack_tokens",
     "reserved_name",

@@ -6,6 +6,7 @@ trainer. Every call may be repeated; the daemon knows a turn by its `request`.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Annotated
 
 import msgspec
@@ -18,6 +19,11 @@ MAX_TURN_SAMPLES = 64
 EPISODE_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z"
 EpisodeName = Annotated[str, msgspec.Meta(pattern=EPISODE_PATTERN)]
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+def named_request(episode: str, name: str) -> bytes:
+    """`OpenTurn.request` of a caller's request that has a name of its own within the episode."""
+    return sha256(episode.encode() + b"\0name\0" + name.encode()).digest()
 
 
 class OpenTurn(Message, frozen=True):

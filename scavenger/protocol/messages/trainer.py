@@ -25,7 +25,18 @@ from scavenger.protocol.messages.common import (
     Slots,
     WeightSource,
 )
-from scavenger.protocol.messages.gateway import EndEpisode, GatewayPing, OpenTurn, TurnAccepted, TurnTokens
+from scavenger.protocol.messages.gateway import (
+    EndEpisode,
+    EpisodeName,
+    GatewayPing,
+    OpenTurn,
+    Sha256,
+    TurnAccepted,
+    TurnTokens,
+)
+
+#: Of one episode: as many as it may have.
+MAX_USED_TURNS = 4096
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
@@ -129,6 +140,22 @@ class SampleOutcome(MessagePart, frozen=True):
     reward_version: BoundedText = ""  # of the function that gave the reward
 
 
+class EpisodeOutcome(MessagePart, frozen=True):
+    """What became of an episode, and so of its turns: as `SampleOutcome`. It ends with the step that names it.
+
+    `used`: requests (`OpenTurn.request`) of the turns that the step took. Its other turns are surplus: they led to nothing, because the
+    environment answered otherwise when the episode was played again, say. An episode that no turn was asked of may be named too.
+    """
+
+    episode: EpisodeName
+    outcome: str
+    reward: float
+    advantage: float
+    reason: BoundedText = ""
+    reward_version: BoundedText = ""
+    used: Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
+
+
 class SpanSums(MessagePart, frozen=True):
     """How the trainer's logprobs and an engine's agree on the tokens of one sample that one worker generated: sums over these tokens.
 
@@ -152,13 +179,17 @@ class ReportAgreement(Message, frozen=True):
 
 
 class CommitStep(Message, frozen=True):
-    """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval")."""
+    """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval").
+
+    `episodes`: that it was taken with, of an environment; they end. Such a step submitted no groups.
+    """
 
     step: int
     version: int
     purpose: str
     outcomes: tuple[SampleOutcome, ...]
     metrics: dict[str, float]
+    episodes: tuple[EpisodeOutcome, ...] = ()
 
 
 class RecordCheckpoint(Message, frozen=True):

@@ -77,6 +77,10 @@ class TokenBuffer:
         """Bytes of routing a token."""
         return len(self._routing) // len(self._tokens) if self._tokens else 0
 
+    def unpacked(self, accepted: bytes) -> tuple[int, ...]:
+        """The tokens that the sample had when it was leased, for the engine."""
+        return unpack_tokens(accepted)
+
     def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes, bytes]:
         """Tokens `first` up to `stop` as a chunk has them: ids, logprobs, raw logprobs, routing."""
         return (
@@ -139,7 +143,7 @@ class WorkerLease:
         return Request(
             handle=self.handle,
             prompt=_prompt_tokens(lease.prompt),
-            accepted=unpack_tokens(lease.accepted),
+            accepted=self._buffer.unpacked(lease.accepted),
             max_new_tokens=lease.sampling.max_tokens - self.base,
             sampling=lease.sampling,
             seed=lease.seed,
@@ -414,8 +418,11 @@ class Work:
         if not self.hears:
             return []
         actions: list[WorkerAction] = []
-        while chunks := self.leases.chunks(self._tokens_a_message()):
+        most = self._tokens_a_message()
+        while chunks := self.leases.chunks(most):
             actions.append(SendMessage(messages.Chunks(tuple(chunks))))
+            if sum([len(chunk.tokens) for chunk in chunks]) < 4 * most:
+                break  # it had room for more, and there was none
         back = self.leases.take_yields()
         if back:
             actions.append(SendMessage(messages.Yielded(tuple(held.held() for held in back))))

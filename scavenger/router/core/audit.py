@@ -142,4 +142,11 @@ def _check_turns(core: Core, run: ActiveRun) -> None:
         assert group.turn is not None, f"group {group.id} is no turn"
         assert core.groups.get(group.id) is group, f"turn {group.id} is forgotten"
     if not run.ended:
-        assert not turns.placements(run), f"run {run.id}: samples of turns could be placed and were not"
+        held = (
+            run.turns.queue.held_since
+        )  # for engines whose queues change with time: looked at with each tick
+        assert held.keys() <= waiting, f"run {run.id}: samples wait for a cache and are not queued"
+        left = [
+            p for p in turns.placements(core, run, core.now) if p.sample.id not in held and not p.chosen.waits
+        ]
+        assert not left, f"run {run.id}: samples of turns could be placed and were not"

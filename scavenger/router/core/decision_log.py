@@ -2,6 +2,7 @@
 
     place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
     window, engines    one row when the answer is another one than before
+    affinity           one row for the turns placed at once, of which an engine has a prefix; one where some begin to wait for it
     agreement          one row for each engine that is found to be wrong, with all numbers
 
 Rows of each kind are bounded (`row_budget.Budget`). What goes into a row is made only where the budget allows it; what was left out is
@@ -12,6 +13,7 @@ Boundary: what is written down of decisions; the driver decides nothing of it.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -20,6 +22,8 @@ from typing import Any
 import msgspec
 
 from scavenger.ledger import records as rec
+from scavenger.policy import affinity
+from scavenger.policy.affinity import Placed
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Explains, SampleMove, SamplePlacement
 from scavenger.router.core.row_budget import EVERY_S, Budget
@@ -44,6 +48,9 @@ class PolicyCode(StrEnum):
     ALL_DONE = "all_done"  # closed, since nothing is left to generate
     UNDECIDED = "undecided"  # the trainer's own rule decides
     FLEET = "fleet"
+    CACHED = "cached"  # a turn goes to the engine that has its prefix
+    ELSEWHERE = "elsewhere"  # it does not: the queue there is longer than the prefill
+    AWAITED = "awaited"  # it waits for that engine, which is full
     DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
 
 
@@ -62,6 +69,19 @@ def placed(core: Core, run: ActiveRun, answers: Sequence[SamplePlacement]) -> No
             why,
             lambda: _placements_row(run, explained),
         )
+
+
+def routed(core: Core, run: ActiveRun, placed: Sequence[Placed], waits: Sequence[Placed]) -> None:
+    """Samples of turns were leased, or begin to wait for the engine that has their prefix. Told of those whose prefix an engine has."""
+    for action, some in (("lease", [one for one in placed if one.holder_id]), ("wait", waits)):
+        if not some:
+            continue
+        there = some[0].worker_id == some[0].holder_id
+        code = (
+            PolicyCode.AWAITED if action == "wait" else PolicyCode.CACHED if there else PolicyCode.ELSEWHERE
+        )
+        subject, why = _of_many(some[0].sample_id, some[0].reason, len(some))
+        _write(core, run, "affinity", action, code, subject, why, functools.partial(affinity.inputs_of, some))
 
 
 def moved(core: Core, run: ActiveRun, moves: Iterable[SampleMove]) -> None:

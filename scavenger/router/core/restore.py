@@ -44,12 +44,13 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         if worker_state.joined.run_id in by_id:
             _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
     turns_of = turns.restore_episodes(core, by_id, snapshot)
+    ends = {ended.sample_id: ended.sha256 for ended in snapshot.turn_samples}
+    tokens = dict(snapshot.turn_tokens)
     for state_of_group in _newest_retries(snapshot.groups):
         if state_of_group.created.purpose == turns.PURPOSE:
             if (turn := turns_of.get(state_of_group.created.group_id)) is not None:
-                turns.restore(
-                    core, turn, adopt_state(core, by_id[state_of_group.created.run_id], state_of_group, turn)
-                )
+                group = adopt_state(core, by_id[state_of_group.created.run_id], state_of_group, turn)
+                turns.restore(core, turn, group, ends, tokens)
             continue
         owner = by_id.get(state_of_group.created.run_id)
         if owner is None or not _unsettled(owner, state_of_group):

@@ -116,7 +116,11 @@ def _may_call(
             why = f"protocol {call.body.protocol}: this daemon speaks {PROTOCOL}"
             return Denied("invalid", why, "run trainer and daemon of one release")
         if run is not None and run.owner_key != identity.public_key:
-            return Denied("not-owner", f"run {call.run!r} belongs to another key", "choose another run.name")
+            return Denied(
+                "not-owner",
+                f"run {call.run!r} belongs to another key: names of runs are the site's, and another owner has taken this one",
+                "choose another run.name, such as one with your own name in it",
+            )
         return None
     if isinstance(call.body, Attach) and core.foreign(call.body.ledger):
         return Denied(

@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
-from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
+from scavenger.router.core.state import ActiveRun, CachedAt, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
 
@@ -83,6 +83,11 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.reported = accepted
     worker.leases[sample.id] = sample
     worker.leases_altered()
+    if group.turn is not None:
+        known = group.turn.found_cached.get(sample.index, 0)
+        worker.engine.entered += group.turn.prompt_tokens + accepted - known
+    else:
+        worker.engine.entered += len(group.prompt) // 4 + accepted
     sample.view_changed()
     run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
@@ -223,6 +228,9 @@ def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk |
 
 def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     length = len(chunk.tokens) // 4
+    worker.engine.entered += length
+    if sample.group.turn is not None and sample.accepted == sample.lease_offset:
+        _note_prefill(core, sample, sample.group.turn)
     core.payloads.append(sample.id, chunk.offset, chunk)
     sample.accepted += length
     if worker.kind == "reserved":
@@ -250,6 +258,16 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     )
     core.length_accepted(sample)
     core.count("tokens_accepted", length)
+    if (turn := sample.group.turn) is not None and (read := turn.hashes.get(sample.index)) is not None:
+        turn.episode.prefixes.add(sample.id, read.grow(chunk.tokens))
+
+
+def _note_prefill(core: Core, sample: Sample, turn: Turn) -> None:
+    """The first tokens of a lease came: its context was prefilled, but for what was cached. A flush waits for some of them."""
+    if sample.assigned_at is not None:
+        tokens = turn.prompt_tokens + sample.lease_offset - turn.found_cached.get(sample.index, 0)
+        seconds = core.now - sample.assigned_at - core.limits.flush_ms / 1000
+        sample.group.run.turns.speeds.prefilled(tokens, seconds)
 
 
 def note_span(spans: list[tuple[int, int]], worker_id: int, tokens: int) -> None:
@@ -291,10 +309,25 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
     sample.transition(SampleStep.FINISH)
     sample.finish = reason
     core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
+    if sample.group.turn is not None:
+        _note_sequence(core, sample, sample.group.turn)
     _notify_finished(core, sample)
     if sample.worker_id:
         _end_lease(core, sample, "finished", 0)
     core.length_accepted(sample)
+
+
+def _note_sequence(core: Core, sample: Sample, turn: Turn) -> None:
+    """The episode's next prompts may begin with this sample's prompt and completion, which its engine has cached."""
+    worker = core.workers.get(sample.worker_id)
+    if worker is not None:
+        turn.cached_at[sample.index] = CachedAt(worker.id, worker.cache_era, worker.engine.entered)
+    sample.group.run.turns.speeds.completed(sample.accepted)
+    read = turn.hashes.pop(sample.index, None)
+    if read is not None:
+        end = read.end()
+        turn.episode.prefixes.add(sample.id, (end,))
+        core.record(rec.TurnSampleFinished(sample.id, end.digest))
 
 
 def _notify_finished(core: Core, sample: Sample) -> None:
@@ -489,6 +522,8 @@ def settle(group: Group) -> None:
     """A turn whose samples are done and durable needs no engine, and its prompt is in the ledger."""
     if group.done and group.durable and group.run.turns.open.pop(group.id, None) is not None:
         group.prompt = b""
+        if group.turn is not None:
+            group.turn.hashes.clear()
         for sample in group.samples:
             sample.view_changed()
 

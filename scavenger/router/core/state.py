@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
+from scavenger.policy.affinity import Speeds
 from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHash
 from scavenger.router.core.row_budget import Budget
 from scavenger.router.core.transitions import (
     EPISODE_TRANSITIONS,
@@ -150,6 +152,8 @@ class TurnQueue:
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
         self._versions: dict[int, int] = {}  # version -> how many wait for it
+        #: Sample -> since when it waits for the engine that has its prefix, though another may have been free (Unix s).
+        self.held_since: dict[int, float] = {}
 
     def add(self, sample: Sample) -> None:
         self._samples[sample.id] = sample
@@ -159,6 +163,7 @@ class TurnQueue:
         """Take a sample out; does nothing when it does not wait. Its version must not change while it waits."""
         if self._samples.pop(sample.id, None) is None:
             return
+        self.held_since.pop(sample.id, None)
         version = sample.group.version
         self._versions[version] -= 1
         if not self._versions[version]:
@@ -309,6 +314,15 @@ class Group:
 # ---------------------------------------------------------------- episodes
 
 
+@dataclass(frozen=True, slots=True)
+class CachedAt:
+    """A worker had a turn's prompt and completion in its KV cache. `era`, `entered`: the worker's by then."""
+
+    worker_id: int
+    era: tuple[int, int]
+    entered: int
+
+
 @dataclass(slots=True)
 class Turn:
     """What a group is of an episode. `followers`: the connections that its tokens are sent to, the newest last."""
@@ -319,6 +333,13 @@ class Turn:
     content: bytes  # hash of what was asked for
     prompt_sha256: bytes  # of the prompt's tokens, which leave memory when the turn is complete
     prompt_tokens: int
+    parent: Parent = NO_PARENT  # whose prompt and completion the prompt begins with, and for how many tokens
+    #: By index of its samples that are not complete: the hash of the prompt and of what is accepted.
+    hashes: dict[int, TokenHash] = field(default_factory=dict)
+    #: By index of its samples, who generated the last token of each that is complete, and what it had cached by then.
+    cached_at: dict[int, CachedAt] = field(default_factory=dict)
+    #: By index of its leased samples: tokens of the context that the engine is believed to have had.
+    found_cached: dict[int, int] = field(default_factory=dict)
     unserved_since: float | None = None  # since when nobody has the weights that its tokens are of (Unix s)
     followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
@@ -332,6 +353,7 @@ class Episode:
     status: EpisodeStatus = EpisodeStatus.NEW  # changed by `transition` only
     turns: dict[bytes, Group] = field(default_factory=dict)
     numbers: int = 0  # the number of its last turn
+    prefixes: Prefixes = field(default_factory=Prefixes)  # what its next prompts may begin with
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""
@@ -355,6 +377,7 @@ class RunTurns:
     queue: TurnQueue = field(default_factory=TurnQueue)
     peak: int = 0
     peak_at: float = 0.0
+    speeds: Speeds = field(default_factory=Speeds)  # what routing by caches reckons with
 
 
 # ---------------------------------------------------------------- run
@@ -657,6 +680,7 @@ class EngineMetrics:
     moved_at: float = 0.0  # when it was last seen to do anything, Unix seconds
     cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown
     best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
+    entered: int = 0  # tokens that went into its KV cache, by what it was leased and generated
 
 
 @dataclass(slots=True)
@@ -714,6 +738,11 @@ class Worker:
     departure: Departure = field(default_factory=Departure)
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    @property
+    def cache_era(self) -> tuple[int, int]:
+        """Another one than before: its KV cache was emptied since, by other weights or by sleep."""
+        return self.weights.loads, self.memory.order
 
     def leases_altered(self) -> None:
         """A lease of it came or went."""

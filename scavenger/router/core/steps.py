@@ -30,7 +30,7 @@ from scavenger.protocol.messages import (
     SubmitGroups,
     Trained,
 )
-from scavenger.router.core import samples
+from scavenger.router.core import samples, turns
 from scavenger.router.core.state import ActiveRun, Group, Sample
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep
@@ -217,7 +217,11 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     groups = [
         g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned
     ]
-    if not groups:
+    if body.episodes and not groups:
+        train = body.purpose == "train"
+        if body.step <= run.progress.last_committed if train else turns.committed(run, body):
+            return Ok()
+    elif not groups:
         known = (
             body.step <= run.progress.last_committed
             if body.purpose == "train"
@@ -228,7 +232,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             if known
             else Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
         )
-    fault = _commit_fault(body, groups)
+    fault = _commit_fault(body, groups) or turns.commit_fault(run, body, OUTCOMES.get(body.purpose, ()))
     if fault:
         return Denied("invalid", fault, "commit each sample of the step exactly once")
     outcomes = {o.sample_id: o for o in body.outcomes}
@@ -237,6 +241,8 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             if sample.status is SampleStatus.COMPLETE:
                 _end(core, run, body, sample, outcomes[sample.id])
         samples.forget(core, group)
+    for episode in body.episodes:
+        turns.settle(core, run, body.step, episode)
     core.record(
         rec.StepCommitted(
             run.id,

@@ -14,16 +14,19 @@ Boundary: a gateway's calls, beside a trainer's and a worker's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import sha256
+from typing import NamedTuple
 
 import msgspec
 
 from scavenger.ledger import records as rec
-from scavenger.policy import placement
-from scavenger.policy.placement import QueuedSamples, Slots
+from scavenger.ledger import redaction
+from scavenger.policy import affinity
+from scavenger.policy.affinity import Placed
 from scavenger.protocol.messages import (
+    CommitStep,
     Denied,
     EndEpisode,
+    EpisodeOutcome,
     GatewayPing,
     Ok,
     OpenTurn,
@@ -31,10 +34,11 @@ from scavenger.protocol.messages import (
     ReplyBody,
     TurnAccepted,
 )
-from scavenger.router.core import samples
-from scavenger.router.core.state import ActiveRun, Episode, Group, Sample, Turn, Worker
+from scavenger.router.core import decision_log, samples
+from scavenger.router.core.prefixes import Parent, Point
+from scavenger.router.core.state import ActiveRun, CachedAt, Episode, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
+from scavenger.router.core.transitions import UNFINISHED, EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
 
 #: `groups.purpose` of a turn.
 PURPOSE = "turn"
@@ -47,6 +51,8 @@ MAX_EPISODE_SAMPLES, MAX_OPEN_SAMPLES = 4096, 65_536
 MAX_EPISODE_PROMPT_BYTES, MAX_OPEN_PROMPT_BYTES = 256 << 20, 1 << 30
 #: Names of ended episodes that are kept: their requests are refused, not generated again.
 MAX_ENDED_EPISODES = 65_536
+#: Of a turn: how many of the turns before it are looked at, and how many engines that have something of it.
+MAX_ANCESTORS, MAX_HOLDERS = 64, 4
 #: Connections that follow one turn: a gateway that connected again, or another one that was asked the same.
 MAX_FOLLOWERS = 4
 #: A turn whose weights no engine has and nobody can give out is given up after this time (s): a trainer that restarts announces again.
@@ -160,14 +166,8 @@ def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
 def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group:
     version = max(run.weights.versions)
     episode.numbers += 1
-    turn = Turn(
-        episode,
-        episode.numbers,
-        body.request,
-        body.content,
-        sha256(body.prompt).digest(),
-        len(body.prompt) // 4,
-    )
+    read, points, parent = episode.prefixes.read(body.prompt)
+    turn = Turn(episode, episode.numbers, body.request, body.content, read.end().digest, read.length, parent)
     group = Group(
         core.next_group_id,
         run,
@@ -191,8 +191,12 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
         sample.transition(SampleStep.QUEUE)
         core.samples[sample.id] = sample
         run.turns.queue.add(sample)
+        turn.hashes[index] = read.copy()
+    episode.prefixes.add(first, points)
     core.groups[group.id] = episode.turns[body.request] = run.turns.open[group.id] = group
     run.turns.groups += 1
+    core.count("turn_prompt_tokens", turn.prompt_tokens)
+    core.count("turn_prompt_tokens_shared", parent.length)
     core.record(
         rec.GroupCreated(
             group.id,
@@ -202,14 +206,26 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
             group.prompt_index,
             0,
             version,
-            body.prompt,
+            body.prompt[4 * parent.length :],
             body.n,
             first,
             msgspec.json.encode(body.sampling).decode(),
             group.meta,
             core.now,
         ),
-        rec.TurnBegun(group.id, episode.id, run.id, turn.number, body.request, body.content, core.now),
+        rec.TurnBegun(
+            group.id,
+            episode.id,
+            run.id,
+            turn.number,
+            body.request,
+            body.content,
+            parent.sample_id,
+            parent.length,
+            turn.prompt_tokens,
+            turn.prompt_sha256,
+            core.now,
+        ),
     )
     return group
 
@@ -217,8 +233,16 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
 # ---------------------------------------------------------------- placed
 
 
-def placements(run: ActiveRun) -> list[tuple[Sample, Worker, int]]:
-    """Samples of turns, the worker that takes each now, and the version that it serves.
+class Placement(NamedTuple):
+    """What becomes of a sample that waits, and the version that it is generated with."""
+
+    sample: Sample
+    version: int
+    chosen: Placed
+
+
+def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
+    """Samples of turns that a worker takes now, and those that are worth keeping for one that has their prefix (`chosen.waits`).
 
     A turn that has no token yet takes the newest version that a worker with a free slot serves; one that has keeps its own (I4).
     """
@@ -233,7 +257,7 @@ def placements(run: ActiveRun) -> list[tuple[Sample, Worker, int]]:
         return []  # before what waits is sorted
     wanted: dict[int, list[Sample]] = {}
     chosen: dict[int, int] = {}  # group -> version
-    for sample in run.turns.queue.waiting():
+    for sample in _in_order(run):
         group = sample.group
         version = chosen.get(group.id)
         if version is None:
@@ -245,13 +269,81 @@ def placements(run: ActiveRun) -> list[tuple[Sample, Worker, int]]:
             wanted.setdefault(version, []).append(sample)
     found = []
     for version, some in sorted(wanted.items()):
-        slots = [Slots(w.id, len(w.leases), run.engine.max_batch, w.node) for w in serving[version]]
+        engines = _engines(run, serving[version])
         by_id = {s.id: s for s in some}
-        for sample_id, worker_id in placement.place(
-            (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
-        ):
-            found.append((by_id[sample_id], run.workers[worker_id], version))
+        for placed in affinity.place((_waiting(core, s, now) for s in some), engines, run.turns.speeds):
+            found.append(Placement(by_id[placed.sample_id], version, placed))
     return found
+
+
+def _in_order(run: ActiveRun) -> list[Sample]:
+    """What waits, in the order in which it is placed: samples with tokens, then those of episodes that have the fewest samples on engines
+    and before them in the queue. So one episode that asks for thousands holds up itself.
+    """
+    ahead: dict[int, int] = {}  # episode -> its samples on engines, and those that come before
+    for group in run.turns.open.values():
+        assert group.turn is not None
+        on_engines = sum(sample.worker_id != 0 for sample in group.samples)
+        ahead[group.turn.episode.id] = ahead.get(group.turn.episode.id, 0) + on_engines
+    ordered: list[tuple[bool, int, int, Sample]] = []
+    for sample in run.turns.queue.waiting():
+        assert sample.group.turn is not None
+        episode = sample.group.turn.episode.id
+        rank = ahead[episode] = ahead.get(episode, 0) + 1
+        ordered.append((sample.accepted == 0, rank if sample.accepted == 0 else 0, sample.id, sample))
+    return [entry[-1] for entry in sorted(ordered, key=lambda entry: entry[:3])]
+
+
+def _engines(run: ActiveRun, serving: list[Worker]) -> list[affinity.Engine]:
+    """The engines by how fast they are now. One that holds nothing is as fast as the fastest that was measured."""
+    measured = {
+        w.id: len(w.leases) / w.engine.tokens_per_s for w in serving if w.leases and w.engine.tokens_per_s > 0
+    }
+    fastest = min(measured.values(), default=0.0)
+    return [
+        affinity.Engine(
+            w.id,
+            len(w.leases),
+            run.engine.max_batch,
+            w.node,
+            measured.get(w.id, 0.0) if w.leases else fastest,
+        )
+        for w in serving
+    ]
+
+
+def _waiting(core: Core, sample: Sample, now: float) -> affinity.Waiting:
+    turn = sample.group.turn
+    assert turn is not None
+    since = sample.group.run.turns.queue.held_since.get(sample.id, now)
+    context = turn.prompt_tokens + sample.accepted
+    return affinity.Waiting(
+        sample.id, context, max(0.0, now - since), _cached(core, turn), sample.failed_nodes
+    )
+
+
+def _cached(core: Core, turn: Turn) -> list[tuple[int, int]]:
+    """(worker, tokens): who is believed to have how much of the turn's prompt cached, of its nearest ancestors."""
+    found: dict[int, int] = {}
+    parent, length = turn.parent, turn.parent.length
+    for _ in range(MAX_ANCESTORS):
+        sample = core.samples.get(parent.sample_id)
+        if sample is None or not length or len(found) >= MAX_HOLDERS:
+            break
+        before = sample.group.turn
+        assert before is not None
+        at = before.cached_at.get(sample.index)
+        worker = core.workers.get(at.worker_id) if at is not None else None
+        if at is not None and worker is not None and _has_still(worker, at, length):
+            found.setdefault(worker.id, length)
+        parent, length = before.parent, min(length, before.parent.length)
+    return list(found.items())
+
+
+def _has_still(worker: Worker, at: CachedAt, tokens: int) -> bool:
+    """Whether a cache that forgets what was used longest ago has these tokens yet. One of unknown size forgets nothing."""
+    size = worker.engine.cache_tokens
+    return worker.cache_era == at.era and (not size or worker.engine.entered - at.entered + tokens <= size)
 
 
 def _unbegun(group: Group) -> bool:
@@ -261,13 +353,25 @@ def _unbegun(group: Group) -> bool:
 def place(core: Core, run: ActiveRun) -> None:
     """Lease what can be leased now. A lease is sent once it is durable."""
     batches: dict[int, list[Sample]] = {}
-    for sample, worker, version in placements(run):
+    found = placements(core, run, core.now)
+    fresh = []  # that begin to wait for a cache
+    kept = run.turns.queue.held_since
+    for sample, version, chosen in found:
+        if chosen.waits:
+            if sample.id not in kept:
+                kept[sample.id] = core.now
+                fresh.append(chosen)
+            continue
         if sample.group.version != version:
             _pin(core, run, sample.group, version)
         run.turns.queue.discard(sample)
-        batches.setdefault(worker.id, []).append(sample)
+        turn = sample.group.turn
+        assert turn is not None
+        turn.found_cached[sample.index] = chosen.cached if chosen.worker_id == chosen.holder_id else 0
+        batches.setdefault(chosen.worker_id, []).append(sample)
     for worker_id, batch in batches.items():
         samples.lease(core, core.workers[worker_id], batch)
+    decision_log.routed(core, run, [p.chosen for p in found if not p.chosen.waits], fresh)
 
 
 def _pin(core: Core, run: ActiveRun, group: Group, version: int) -> None:
@@ -320,14 +424,76 @@ def engines(run: ActiveRun, now: float) -> tuple[int, str]:
     return wanted, f"{held.peak} samples of turns were open within {DEMAND_HOLD_S:g} s"
 
 
+# ---------------------------------------------------------------- taken by a step
+
+
+def committed(run: ActiveRun, body: CommitStep) -> bool:
+    """Whether this very commit was made: its episodes have ended."""
+    return all(one.episode in run.turns.ended for one in body.episodes)
+
+
+def commit_fault(run: ActiveRun, body: CommitStep, allowed: tuple[str, ...]) -> str:
+    """Why a step cannot be taken with its episodes; "" where it can."""
+    names = {one.episode for one in body.episodes}
+    if len(names) != len(body.episodes):
+        return f"step {body.step} names an episode twice"
+    for one in body.episodes:
+        if one.outcome not in allowed:
+            return f"episode {one.episode!r} cannot be {one.outcome!r}"
+        if one.episode in run.turns.ended:
+            return f"episode {one.episode!r} has ended, and was not taken by step {body.step}"
+        episode = run.turns.episodes.get(one.episode)
+        known = episode.turns if episode is not None else {}
+        for request in one.used:
+            if request not in known or not all(
+                s.status is SampleStatus.COMPLETE for s in known[request].samples
+            ):
+                return f"episode {one.episode!r} names a turn that it does not have, or not whole"
+    return ""
+
+
+def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None:
+    """The episode ends with the step that took it; one that asked for no turn is in the ledger all the same, with its reason."""
+    episode = run.turns.episodes.get(taken.episode) or _begin(core, run, taken.episode)
+    reason = redaction.reason(taken.outcome, taken.reason)
+    for request in taken.used:
+        for sample in episode.turns[request].samples:
+            sample.transition(SampleStep.END)
+            version = redaction.version(taken.reward_version)
+            core.record(
+                rec.SampleEnded(
+                    sample.id,
+                    taken.outcome,
+                    reason,
+                    step,
+                    run.attempt,
+                    taken.reward,
+                    taken.advantage,
+                    core.now,
+                    version,
+                )
+            )
+    _end(core, run, episode, "ended", reason or taken.outcome, used=frozenset(taken.used))
+
+
 # ---------------------------------------------------------------- over
 
 
-def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) -> None:
-    """Give up what is open of the episode, and forget what the ledger has of it."""
+def _end(
+    core: Core,
+    run: ActiveRun,
+    episode: Episode,
+    state: str,
+    reason: str,
+    used: frozenset[bytes] | None = None,
+) -> None:
+    """Give up what is open of the episode, and forget what the ledger has of it. `used`: turns that a step took, which have ended; what
+    else it has is surplus.
+    """
     episode.transition(EpisodeStep.END)
-    for group in episode.turns.values():
-        _give_up(core, group, reason)
+    for request, group in episode.turns.items():
+        if used is None or request not in used:
+            _give_up(core, group, reason, "served" if used is None else "surplus")
         samples.forget(core, group)
     run.turns.groups -= len(episode.turns)
     episode.turns.clear()
@@ -336,12 +502,12 @@ def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) 
     core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
 
 
-def _give_up(core: Core, group: Group, reason: str) -> None:
-    """End the turn's samples, whole or not; its followers are told of those that have no end."""
+def _give_up(core: Core, group: Group, reason: str, whole: str = "served") -> None:
+    """End the turn's samples, whole or not; its followers are told of those that have no end. `whole`: what becomes of whole ones."""
     for sample in group.samples:
         if sample.status is SampleStatus.COMPLETE:
             sample.transition(SampleStep.END)
-            core.record(rec.SampleEnded(sample.id, "served", reason, 0, 0, None, None, core.now))
+            core.record(rec.SampleEnded(sample.id, whole, reason, 0, 0, None, None, core.now))
         elif sample.status is not SampleStatus.ENDED:
             samples.abandon(core, sample, "surplus", reason)
             sample.give_up(reason)
@@ -381,18 +547,41 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         if begun.episode_id in by_id:
             by_id[begun.episode_id].numbers = max(by_id[begun.episode_id].numbers, begun.number)
     return {
-        begun.group_id: Turn(by_id[begun.episode_id], begun.number, begun.request, begun.content, b"", 0)
+        begun.group_id: Turn(
+            by_id[begun.episode_id],
+            begun.number,
+            begun.request,
+            begun.content,
+            begun.prompt_sha256,
+            begun.prompt_tokens,
+            Parent(begun.parent_id, begun.prefix_len),
+        )
         for begun in snapshot.turns
         if begun.episode_id in by_id
     }
 
 
-def restore(core: Core, turn: Turn, group: Group) -> None:
-    """The turn's group is in the tables again."""
-    run = group.run
+def restore(
+    core: Core, turn: Turn, group: Group, ends: Mapping[int, bytes], tokens: Mapping[int, bytes]
+) -> None:
+    """The turn's group is in the tables again. By sample id, `ends`: hashes of prompt and completion, of complete ones; `tokens`: what
+    is accepted of those under way.
+    """
+    run, prefixes = group.run, turn.episode.prefixes
     assert turn.episode.status is EpisodeStatus.OPEN
-    turn.prompt_sha256, turn.prompt_tokens = sha256(group.prompt).digest(), len(group.prompt) // 4
     turn.episode.turns[turn.request] = group
     run.turns.groups += 1
     run.turns.open[group.id] = group
+    prefixes.add(group.samples[0].id, (Point(turn.prompt_tokens, turn.prompt_sha256, True),))
+    for sample in group.samples:
+        if (digest := ends.get(sample.id)) is not None:
+            prefixes.add(sample.id, (Point(turn.prompt_tokens + sample.accepted, digest, True),))
+        elif sample.status in UNFINISHED:
+            read, points, _ = prefixes.read(group.prompt)
+            points += read.grow(tokens.get(sample.id, b""))
+            assert read.length == turn.prompt_tokens + sample.accepted, (
+                f"turn {group.id}: its tokens are not all here"
+            )
+            prefixes.add(sample.id, points)
+            turn.hashes[sample.index] = read
     samples.settle(group)

@@ -260,7 +260,10 @@ class RouterServer:
             self._push(
                 routing_id,
                 messages.encode(
-                    messages.Rejected("this key was revoked", "ask for a new one: scavenger enroll")
+                    messages.Rejected(
+                        "this key was revoked",
+                        "have another one: `scavenger join PUBLIC_DIR --new`, or from the admin (`scavenger enroll`)",
+                    )
                 ),
             )
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
+from trainer.prepare import __main__ as prepare
 from trainer.prepare import check, model, rows
 from trainer.prepare.check import RequestedGpus
 
@@ -117,6 +120,43 @@ def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(
     config = read_run(tmp_path / "chatty" / "run.toml")
     assert (config.data.chat, config.data.chat_options) == (True, {"enable_thinking": False})
     assert "boxed" in config.data.system
+
+
+@pytest.mark.parametrize(
+    ("answers", "chat", "function"),
+    [
+        ("12", False, "exact"),
+        ("12", True, "math"),
+        ("so it is #### 12", False, "math"),
+        ("$x^2$", False, "math"),
+    ],
+)
+def test_without_math_verify_the_reward_is_one_that_is_there_or_its_extra_is_named(
+    own_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+    chat: bool,
+    function: str,
+) -> None:
+    """A newcomer's first run was given a reward that his Python lacked, and `--check` said so after he had changed the rest."""
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "math_verify" else there(name)
+    )
+    if chat:
+        (own_model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}>", "answer": answers}) + "\n" for n in range(10)))
+    assert draft(tmp_path / "first", own_model, path) == 0
+    told = capsys.readouterr().out
+    assert read_run(tmp_path / "first" / "run.toml").reward.function == f"trainer.verifiers:{function}"
+    assert ("by the letter: no math-verify here" in told) is (function == "exact")
+    assert ("LOOK: trainer.verifiers:math needs math-verify" in told) is (function == "math")
+    assert ('pip install ".[math]"' in told) is (function == "math")
+    assert draft(tmp_path / "own", own_model, path, "--reward=mine:reward") == 0
+    assert "math-verify" not in capsys.readouterr().out
 
 
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
@@ -244,3 +284,22 @@ def test_slurm_takes_the_job_script(
     )
     assert said.returncode == 0, said.stderr
     assert "partition reserved" in said.stderr
+
+
+def test_a_run_on_an_environment_names_it_in_the_place_of_files(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(tmp_path / "played"), f"--model={own_model}", "--environment=my-env", "--gpus=0"]
+    assert prepare.main(["draft", *words, "--environment-python=/envs/bin/python"]) == 0
+    text = (tmp_path / "played" / "run.toml").read_text()
+    config = read_run(tmp_path / "played" / "run.toml")
+    assert (config.data.environment, str(config.data.environment_python)) == ("my-env", "/envs/bin/python")
+    assert (config.data.path, config.data.episode_turns, config.data.on_divergence) == (None, 16, "branch")
+    assert (config.eval.prompts, config.eval.path) == (0, None)
+    assert "trained on my-env" in text
+    told = capsys.readouterr().out
+    assert "data.environment = my-env" in told
+    assert "prompt_field" not in told
+    assert max(len(line) for line in told.splitlines() if line.startswith("  ")) <= 140
+    assert prepare.main(["draft", str(tmp_path / "again"), *words[1:]]) == 0
+    assert "#environment_python" in (tmp_path / "again" / "run.toml").read_text()

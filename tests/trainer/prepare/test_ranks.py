@@ -36,6 +36,9 @@ def test_a_division_is_told(run: Path) -> None:
         ("replicas = 3", "trainer.replicas = 3 does not divide the training job's 8 rank"),
         ("replicas = 8\ncontext_parallel = 2", "does not divide the 1 rank(s) of each replica"),
         ("context_parallel = 4", "2 attention heads, which 4 ranks cannot share equally"),
+        ("replicas = 4\ntensor_parallel = 4", "does not divide the 2 rank(s) of each replica"),
+        ("tensor_parallel = 8", "trainer.tensor_parallel = 8 does not divide the 4 rank(s) of each node"),
+        ("tensor_parallel = 2", "the model has 1 key-value heads, which 2 ranks cannot share equally"),
     ],
 )
 def test_a_division_that_cannot_be_is_refused_with_one_that_can(run: Path, keys: str, said: str) -> None:
@@ -70,6 +73,17 @@ def test_a_model_whose_tokens_ranks_cannot_share_is_refused(config: dict[str, ob
     with pytest.raises(ConfigError, match=said) as caught:
         context.check_model(model, 2)
     assert "set trainer.context_parallel = 1" in str(caught.value)
+
+
+def test_memory_of_a_rank_falls_with_the_ranks_that_share_layers() -> None:
+    """States are cut over all ranks either way; what a step takes is not."""
+    shape = replace(BIG, heads=32, kv_heads=8, head_dim=128)
+    whole, cut = fit.need(shape, FITS), fit.need(shape, replace(FITS, tensor=4))
+    assert cut.states == pytest.approx(whole.states, rel=0.01)
+    assert cut.step < 0.7 * whole.step
+    assert not any(
+        "tensor_parallel" in key for key in fit.propose(shape, replace(FITS, ranks=8, gpu_gb=28.0))
+    )
 
 
 def test_memory_is_of_one_replica_s_ranks_and_of_a_rank_s_share_of_the_longest_sample() -> None:

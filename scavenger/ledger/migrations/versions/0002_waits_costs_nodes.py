@@ -52,7 +52,17 @@ TABLES: dict[str, tuple[str, ...]] = {
 # The keys of these are the core's: no counted id.
 KEYED: dict[str, tuple[str, tuple[str, ...]]] = {
     "episodes": ("episode_id", ("int run_id", "text name state reason", "time begun_at", "time? ended_at")),
-    "turns": ("group_id", ("int episode_id run_id number", "bytes request content", "time begun_at")),
+    "turns": (
+        "group_id",
+        (
+            "int episode_id run_id number",
+            "bytes request content",
+            "time begun_at",
+            "int parent_id prefix_len prompt_tokens",
+            "bytes prompt_sha256",
+        ),
+    ),
+    "turn_samples": ("sample_id", ("bytes sha256",)),
 }
 INDEXES: dict[str, tuple[str, str]] = {
     "ix_other_users_waits_job": ("other_users_waits", "job_id"),
@@ -67,6 +77,25 @@ INDEXES: dict[str, tuple[str, str]] = {
 # Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
 _REASON = "CASE WHEN state = 'masked' AND reason <> '' THEN 'hidden (a verifier may quote the completion)' ELSE reason END AS reason"
 _DAY = "(CAST(at AS bigint) - CASE WHEN CAST(at AS bigint) > at THEN 1 ELSE 0 END) / 86400 AS day"
+# `continues`: where the prompt leaves its parent: at the end of what that said, within it, within its prompt; or it has no parent.
+_EPISODE_TURNS = (
+    "SELECT e.episode_id, e.run_id, e.name AS episode, u.number, u.group_id, s.sample_id, s.sample_index, u.parent_id,"
+    " pu.number AS parent_number,"
+    " CASE WHEN u.parent_id = 0 THEN 'nothing' WHEN u.prefix_len = pu.prompt_tokens + p.accepted_len THEN 'completion'"
+    " WHEN u.prefix_len > pu.prompt_tokens THEN 'part' ELSE 'prompt' END AS continues,"
+    " u.prefix_len, u.prompt_tokens, u.prompt_tokens - u.prefix_len AS added_tokens, s.accepted_len AS completion_tokens,"
+    " s.state, s.finish, g.version, s.epoch AS leases, s.moves, s.regenerated,"
+    " CASE WHEN u.prefix_len > pu.prompt_tokens THEN u.begun_at - p.finished_at END AS between_s,"
+    " l.granted_at - u.begun_at AS queue_s, s.finished_at - l.granted_at AS model_s,"
+    " u.begun_at, l.granted_at AS leased_at, s.finished_at"
+    " FROM turns u"
+    " JOIN episodes e ON e.episode_id = u.episode_id"
+    " JOIN groups g ON g.group_id = u.group_id"
+    " JOIN samples s ON s.group_id = u.group_id"
+    " LEFT JOIN leases l ON l.sample_id = s.sample_id AND l.epoch = 1"
+    " LEFT JOIN samples p ON p.sample_id = u.parent_id"
+    " LEFT JOIN turns pu ON pu.group_id = p.group_id"
+)
 VIEWS: dict[str, tuple[str, str, str]] = {
     "v_generations": (
         "generation, timeline, host, pid, code_version, started_at, committed_at, batch, superseded_at",
@@ -99,7 +128,8 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     ),
     "v_groups": (
         "group_id, run_id, purpose, step, prompt_index, retry, created_version, version,"
-        " COALESCE(purged_prompt_tokens, length(prompt) / 4) AS prompt_tokens,"
+        " COALESCE((SELECT u.prompt_tokens FROM turns u WHERE u.group_id = groups.group_id), purged_prompt_tokens,"
+        " length(prompt) / 4) AS prompt_tokens,"
         " length(prompt) AS prompt_bytes, n,"
         " first_sample_id, sampling, created_at, delivered_attempt, delivered_at",
         "groups",
@@ -184,8 +214,65 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "episodes",
         "begun_at ended_at",
     ),
-    "v_turns": ("group_id, episode_id, run_id, number, begun_at", "turns", "begun_at"),
+    "v_turns": (
+        "group_id, episode_id, run_id, number, begun_at, parent_id, prefix_len, prompt_tokens",
+        "turns",
+        "begun_at",
+    ),
+    # One row a sample of a turn. Seconds count from when the turn was asked for; of an open sample the later ones are null.
+    "v_episode_turns": (
+        "episode_id, run_id, episode, number, group_id, sample_id, sample_index, parent_id, parent_number, continues, prefix_len,"
+        " prompt_tokens, added_tokens, completion_tokens, state, finish, version, leases, moves, regenerated, between_s, queue_s, model_s,"
+        " begun_at, leased_at, finished_at",
+        f"({_EPISODE_TURNS}) t",
+        "begun_at leased_at finished_at",
+    ),
 }
+
+# A turn's prompt begins with its parent's prompt and completion, for `prefix_len` tokens, and so on: each step of the walk has what one
+# ancestor adds to what is still missing (`upto` tokens).
+_TOKENS = """
+CREATE OR REPLACE VIEW v_sample_tokens AS
+SELECT s.sample_id, s.run_id, s.group_id, s.sample_index, s.state, s.contents, s.accepted_len,
+       ledger_int32(CASE WHEN g.purpose = 'turn' THEN b.before || g.prompt ELSE g.prompt END) AS prompt,
+       ledger_int32(c.tokens) AS tokens, ledger_float32(c.logprobs) AS logprobs, ledger_float32(c.raw_logprobs) AS raw_logprobs
+FROM samples s
+JOIN groups g ON g.group_id = s.group_id
+CROSS JOIN LATERAL (
+    SELECT coalesce(string_agg(k.tokens, '\\x'::bytea ORDER BY k.start_len), '\\x') AS tokens,
+           coalesce(string_agg(k.logprobs, '\\x'::bytea ORDER BY k.start_len), '\\x') AS logprobs,
+           coalesce(string_agg(k.raw_logprobs, '\\x'::bytea ORDER BY k.start_len), '\\x') AS raw_logprobs
+    FROM chunks k
+    WHERE k.sample_id = s.sample_id
+) c
+CROSS JOIN LATERAL (
+    WITH RECURSIVE walk AS (
+        SELECT 0 AS step, '\\x'::bytea AS piece, u.parent_id, u.prefix_len AS upto
+        FROM turns u
+        WHERE u.group_id = s.group_id
+        UNION ALL
+        SELECT w.step + 1,
+               substring(o.added FROM 1 FOR CAST(4 * greatest(least(w.upto, o.prompt_tokens) - o.prefix_len, 0) AS integer))
+               || substring(t.tokens FROM 1 FOR CAST(4 * greatest(w.upto - o.prompt_tokens, 0) AS integer)),
+               o.parent_id, least(w.upto, o.prefix_len)
+        FROM walk w
+        JOIN LATERAL (
+            SELECT q.prompt AS added, u.prompt_tokens, u.prefix_len, u.parent_id
+            FROM samples p
+            JOIN turns u ON u.group_id = p.group_id
+            JOIN groups q ON q.group_id = p.group_id
+            WHERE p.sample_id = w.parent_id
+        ) o ON true
+        CROSS JOIN LATERAL (
+            SELECT coalesce(string_agg(k.tokens, '\\x'::bytea ORDER BY k.start_len), '\\x') AS tokens
+            FROM chunks k
+            WHERE k.sample_id = w.parent_id AND w.upto > o.prompt_tokens
+        ) t
+        WHERE w.upto > 0
+    )
+    SELECT coalesce(string_agg(piece, '\\x'::bytea ORDER BY step DESC), '\\x') AS before FROM walk
+) b
+"""
 
 # Both cut to the second: one database would round, the other cut. Beyond year 9999 neither has a spelling.
 _UTC = {
@@ -227,3 +314,5 @@ def upgrade() -> None:
         op.get_bind().exec_driver_sql(
             f"{create} {view} AS SELECT {columns}{_readable(times, dialect)} FROM {table}"
         )
+    if dialect == "postgresql":
+        op.get_bind().exec_driver_sql(_TOKENS)

@@ -1,0 +1,2 @@
+-- When the ledger was written last.
+SELECT COALESCE(unix_s, 0) AS at FROM v_now;

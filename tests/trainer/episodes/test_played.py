@@ -1,0 +1,195 @@
+"""Episodes of a real environment of `verifiers`, played by a real environment worker before a real gateway and daemon; a scripted engine.
+
+Everything of an environment run but the tensors: what `test_whole_run.py` does with a model, without one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from scavenger.gateway import identity
+from scavenger.protocol import messages
+from scavenger.protocol.messages import pack_logprobs, unpack_tokens
+from tests.gateway.conftest import SECRET, LiveGateway, worker
+from tests.gateway.conftest import live as live  # the fixture
+from tests.router.harness import SPEC, token
+from tests.trainer.episodes.interpreters import needs_verifiers, python_with_verifiers
+from trainer.episodes import wire
+from trainer.episodes.opening import rehearsed
+from trainer.episodes.pool import EnvironmentPool
+from trainer.episodes.run import EpisodeRun, PlaySettings
+
+pytestmark = [needs_verifiers, pytest.mark.timeout(600)]
+ENVIRONMENT, TURNS, SAMPLES = "counting_env", 3, 2
+HOW = messages.Sampling(8, 1.0, 1.0, 0, (0,))
+
+
+class Keys:
+    """The gateway's part in `EpisodeRun`: keys, without HTTP."""
+
+    def begin(self, episode: str) -> str:
+        return identity.episode_key(SECRET, episode)
+
+    def check(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+#: Short: the scripted engine's context has 64 tokens, and each character is one.
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@pytest.fixture
+def model(tmp_path: Path, live: LiveGateway) -> Path:
+    """The folder of the gateway's model, as `transformers` wants one."""
+    folder = tmp_path / "model"
+    for name, more in (
+        ("config.json", {"model_type": "qwen3"}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+    ):
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    return folder
+
+
+def setup(live: LiveGateway, model: Path, **harness: Any) -> wire.Setup:
+    args = {"taskset": {"tasks": 4, "turns": TURNS}, "agent": {"harness": {"id": ENVIRONMENT, **harness}}}
+    return wire.Setup(
+        ENVIRONMENT,
+        json.dumps(args),
+        json.dumps({"name": "default"}),
+        str(model),
+        "r",
+        SPEC.context_length,
+        str(live.http.base_url),
+        "branch",
+        0,
+        0,
+        120.0,
+    )
+
+
+def pool(given: wire.Setup) -> EnvironmentPool:
+    return EnvironmentPool(given, python=Path(str(python_with_verifiers())), concurrency=8)
+
+
+def played(run: EpisodeRun, seconds: float = 400.0) -> Iterator[messages.GroupDone]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for group in run.poll(1.0):
+            yield group
+            return
+    raise AssertionError("no group came")
+
+
+def one_group(live: LiveGateway, playing: EnvironmentPool) -> tuple[EpisodeRun, messages.GroupDone]:
+    parts: Any = live.run
+    run = EpisodeRun(parts, playing, Keys(), PlaySettings(7, 0, True, False, "v"))
+    run.submit(1, 1, [messages.GroupSpec(0, b"", SAMPLES, HOW, '{"task": 2}')])
+    return run, next(iter(played(run)))
+
+
+def turns_of(live: LiveGateway) -> dict[str, list[tuple[list[int], int]]]:
+    """By episode: the prompt and the sample of each turn, in their order."""
+    rows: Any = live.daemon.query(
+        "SELECT e.name, g.prompt, s.sample_id FROM episodes e JOIN turns u ON u.episode_id = e.episode_id "
+        "JOIN groups g ON g.group_id = u.group_id JOIN samples s ON s.group_id = u.group_id ORDER BY e.name, u.number"
+    )
+    found: dict[str, list[tuple[list[int], int]]] = {}
+    for name, prompt, sample in rows:
+        found.setdefault(str(name), []).append((list(unpack_tokens(prompt)), int(sample)))
+    return found
+
+
+def check_rows(live: LiveGateway, run: EpisodeRun, group: messages.GroupDone) -> None:
+    """The rows are what the ledger has: prompts as they were, and of each turn the engine's tokens and logprobs, trained once."""
+    ledger = turns_of(live)
+    assert sorted(ledger) == ["train-1.0.0.0", "train-1.0.1.0"]
+    for index, sample in enumerate(group.samples):
+        turns = ledger[f"train-1.0.{index}.0"]
+        assert len(turns) == TURNS
+        said = [[token(number, i) for i in range(8)] for _, number in turns]
+        rows = run.rows(sample, 0.5)
+        trained = [
+            t
+            for row in rows
+            for t, one in zip(unpack_tokens(row.completion), row.mask or b"\1" * 10**3, strict=False)
+            if one
+        ]
+        assert trained == [t for turn in said for t in turn]
+        assert b"".join(row.behaviour for row in rows) == pack_logprobs([-0.25 - t for t in trained])
+        for row in rows:
+            whole = list(unpack_tokens(row.prompt + row.completion))
+            ends = [prompt + tokens for (prompt, _), tokens in zip(turns, said, strict=True)]
+            assert whole in ends, "a row is a conversation as the engine saw it"
+        assert sample.reward is not None
+
+
+def test_the_rows_of_an_episode_are_its_turns_in_the_ledger(live: LiveGateway, model: Path) -> None:
+    with worker(live.daemon), pool(setup(live, model)) as playing:
+        assert playing.ready.tasks == 4
+        run, group = one_group(live, playing)
+        check_rows(live, run, group)
+        outcomes = [
+            messages.SampleOutcome(s.sample_id, "consumed", s.reward or 0.0, 0.5, "", "v")
+            for s in group.samples
+        ]
+        figures: dict[str, float] = {}
+        run.commit(1, 1, outcomes, figures)
+    states = live.daemon.query("SELECT state, ended_step, advantage FROM samples")
+    assert [tuple(row) for row in states] == [("consumed", 1, 0.5)] * TURNS * SAMPLES
+    assert [row[0] for row in live.daemon.query("SELECT state FROM episodes")] == ["ended"] * SAMPLES
+    assert [row[0] for row in live.daemon.query("SELECT step FROM steps")] == [1]
+    assert figures["turns_mean"] == TURNS
+
+
+def test_a_worker_that_is_killed_within_an_episode_costs_no_token(
+    live: LiveGateway, model: Path, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    with worker(live.daemon), pool(setup(live, model, die_once=str(killed))) as playing:
+        run, group = one_group(live, playing)
+        assert killed.exists()
+        assert playing.losses == 1
+        check_rows(live, run, group)
+    assert live.count("turns") == TURNS * SAMPLES, "each call is in the ledger once"
+    assert live.count("samples") == TURNS * SAMPLES
+
+
+def run_config(model: Path, **data: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 1, "state_dir": model, "out_dir": model},
+            "model": {"path": model, "context_length": 400},
+            "sampling": {"max_tokens": 8},
+            "data": {
+                "environment": ENVIRONMENT,
+                "environment_python": python_with_verifiers(),
+                "renderer": {"name": "default"},
+                **data,
+            },
+        }
+    )
+
+
+def test_a_check_plays_one_episode_with_a_stub_model(live: LiveGateway, model: Path) -> None:
+    words = [40, 41, 42]
+    tasks, one = rehearsed(run_config(model), words, print)
+    assert tasks.count == 6
+    assert (one.calls, len(one.branches)) == (("0.0", "0.1"), 1)
+    assert one.branches[0].trained == 2 * len(words)
+    assert one.parts["answers"] == 2.0
+    with pytest.raises(ConfigError, match="cannot be loaded") as found:
+        rehearsed(run_config(model, environment="no_such_package_anywhere"), words, print)
+    assert "no_such_package_anywhere" in found.value.quoted

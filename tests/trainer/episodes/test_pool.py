@@ -1,0 +1,129 @@
+"""Environment workers' processes: scripted ones, which die, fail to start, and play."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scavenger.errors import ConfigError, RewardError
+from trainer.episodes import wire
+from trainer.episodes.pool import EnvironmentPool
+
+SETUP = wire.Setup("env", "{}", "{}", "/model", "r", 64, "http://127.0.0.1:1", "branch", 0, 0, 60.0)
+PROGRAM = """
+import os, sys, time, msgspec
+from trainer.algorithms.rewards import framed, read_frame
+from trainer.episodes import wire
+
+def tell(message):
+    sys.stdout.buffer.write(framed(msgspec.msgpack.encode(message)))
+    sys.stdout.buffer.flush()
+
+setup = wire.to_worker.decode(read_frame(sys.stdin.buffer.read))
+{before}
+tell(wire.Ready(3, "digest", "version"))
+while (frame := read_frame(sys.stdin.buffer.read)) is not None:
+    ask = wire.to_worker.decode(frame)
+    {play}
+"""
+PLAYS = "tell(wire.Played(ask.episode, float(ask.seed)))"
+
+
+def pool(
+    folder: Path, play: str = PLAYS, before: str = "", said: list[str] | None = None, **more: int
+) -> EnvironmentPool:
+    program = folder / "worker.py"
+    program.write_text(textwrap.dedent(PROGRAM).format(play=play, before=before))
+    say: Callable[[str], None] = (said if said is not None else []).append
+    return EnvironmentPool(SETUP, argv=(str(program),), python=Path(sys.executable), say=say, **more)
+
+
+def ask(name: str, seed: int = 1) -> wire.Play:
+    return wire.Play(name, "key", 0, seed, {})
+
+
+def all_of(one: EnvironmentPool, count: int, seconds: float = 60.0) -> list[wire.Played]:
+    found: list[wire.Played] = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        found += one.poll(0.5)
+    return found
+
+
+def test_episodes_are_played_side_by_side_and_each_comes_once(tmp_path: Path) -> None:
+    with pool(tmp_path, count=2, concurrency=2) as one:
+        assert (one.ready.tasks, one.ready.digest) == (3, "digest")
+        for number in range(7):
+            one.play(ask(f"e{number}", number))
+        found = all_of(one, 7)
+        assert sorted((p.episode, p.reward) for p in found) == [(f"e{n}", float(n)) for n in range(7)]
+        assert one.under_way == 0
+
+
+def test_the_episodes_of_a_worker_that_is_killed_are_played_by_another_as_they_were_asked(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    once = tmp_path / "once"
+    play = f"""
+    if ask.episode == "kills" and not os.path.exists({str(once)!r}):
+        open({str(once)!r}, "x").close()
+        os.kill(os.getpid(), 9)
+    tell(wire.Played(ask.episode, float(ask.seed)))
+    """
+    with pool(tmp_path, play, said=said) as one:
+        one.play(ask("kills", 5))
+        one.play(ask("beside", 6))
+        assert {p.episode: p.reward for p in all_of(one, 2)} == {"kills": 5.0, "beside": 6.0}
+        assert one.losses == 1
+    assert "exit status -9" in said[0]
+
+
+def test_an_episode_that_ends_each_worker_is_given_up_and_the_others_are_not(tmp_path: Path) -> None:
+    play = """
+    if ask.episode == "kills":
+        os._exit(3)
+    tell(wire.Played(ask.episode))
+    """
+    with pool(tmp_path, play) as one:
+        one.play(ask("fine"))
+        one.play(ask("kills"))
+        found = {p.episode: p.error for p in all_of(one, 2)}
+        assert found["fine"] == ""
+        assert "lost 5 times" in found["kills"]
+
+
+def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
+    with pool(tmp_path) as one:
+        [before] = one.pids
+        os.kill(before, signal.SIGKILL)
+        one.play(ask("after"))
+        assert [p.episode for p in all_of(one, 1)] == ["after"]
+        assert one.pids != [before]
+
+
+def test_an_environment_that_cannot_be_loaded_is_told_before_the_run_starts(tmp_path: Path) -> None:
+    before = 'tell(wire.Ready(error="no such package", remedy="install it", output="words")); sys.exit(2)'
+    with pytest.raises(ConfigError, match="no such package") as found, pool(tmp_path, before=before):
+        pass
+    assert found.value.remedy == "install it"
+
+
+def test_a_worker_that_ends_before_it_is_ready_is_no_loop_without_end(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="exit status 4"), pool(tmp_path, before="os._exit(4)"):
+        pass
+
+
+def test_workers_end_with_their_pool(tmp_path: Path) -> None:
+    with pool(tmp_path, count=2) as one:
+        pids = one.pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

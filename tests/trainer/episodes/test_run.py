@@ -1,0 +1,233 @@
+"""Episodes in the place of samples: lives, weights, outcomes; a scripted pool, gateway and daemon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from scavenger.errors import RewardError
+from scavenger.protocol import messages
+from scavenger.protocol.messages import named_request, pack_logprobs, pack_tokens
+from trainer.episodes import wire
+from trainer.episodes.run import Again, EpisodeRun, Keep, Lost, PlaySettings, sampling_of, verdict
+
+HOW = messages.Sampling(8, 1.0, 1.0, 0, (0,))
+ROOTS = ((0, 1, b"one"), (1, 2, b"two"), (1, 3, b"two"))
+
+
+class Script:
+    """Pool, gateway and daemon in one: what was played, ended and committed. `answer` says how an episode ends."""
+
+    attempt, last_step, next_version, reserved_order = 1, 0, 4, 0
+    versions = ROOTS
+
+    def __init__(self) -> None:
+        self.fleet = messages.Fleet(0, 0, 0, 0, 0)
+        self.asked: list[wire.Play] = []
+        self.over: list[wire.Played] = []
+        self.commits: list[tuple[int, tuple[messages.EpisodeOutcome, ...], dict[str, float]]] = []
+
+    def begin(self, episode: str) -> str:
+        return f"key of {episode}"
+
+    def check(self) -> None: ...
+
+    def play(self, ask: wire.Play) -> None:
+        self.asked.append(ask)
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        over, self.over = self.over, []
+        return over
+
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
+        episodes: Sequence[messages.EpisodeOutcome] = (),
+    ) -> None:
+        assert not outcomes
+        self.commits.append((step, tuple(episodes), metrics))
+
+
+def run_of(script: Script, **settings: Any) -> tuple[EpisodeRun, list[str]]:
+    lines: list[str] = []
+    chosen: dict[str, Any] = {"seed": 7, "retries": 1, "stops": False, "ahead": False, "version": "v"}
+    given = PlaySettings(**chosen | settings)
+    parts: Any = script
+    return EpisodeRun(parts, parts, parts, given, lines.append), lines
+
+
+def group(index: int = 0, n: int = 2, task: int = 5) -> messages.GroupSpec:
+    return messages.GroupSpec(index, b"", n, HOW, json.dumps({"task": task}))
+
+
+def branch(*tokens: int) -> wire.Branch:
+    return wire.Branch(
+        pack_tokens([1]), pack_tokens(tokens), b"", pack_logprobs([-1.0] * len(tokens)), len(tokens)
+    )
+
+
+def done(
+    name: str, reward: float = 1.0, version: int = 2, *branches: wire.Branch, **more: Any
+) -> wire.Played:
+    rows = branches or (branch(3, 4),)
+    return wire.Played(name, reward, {"digits": reward}, rows, ("0.0", "0.1"), (version, version), **more)
+
+
+def test_a_group_s_episodes_differ_in_name_and_seed_and_are_the_same_in_the_next_attempt() -> None:
+    asked = []
+    for _ in range(2):
+        script = Script()
+        run, _ = run_of(script)
+        run.submit(2, 2, [group(3), group(4)])
+        asked.append(script.asked)
+    assert [one.episode for one in asked[0]] == [
+        "train-2.3.0.0",
+        "train-2.3.1.0",
+        "train-2.4.0.0",
+        "train-2.4.1.0",
+    ]
+    assert asked[0] == asked[1]
+    assert len({one.seed for one in asked[0]}) == 4
+    assert {one.task for one in asked[0]} == {5}
+    assert asked[0][0].key == "key of train-2.3.0.0"
+
+
+def test_a_group_comes_once_all_of_its_episodes_are_over_each_with_its_reward() -> None:
+    script = Script()
+    run, _ = run_of(script)
+    (number,) = run.submit(2, 2, [group()])
+    script.over = [done("train-2.0.1.0", 0.5)]
+    assert run.poll(0.0) == []
+    script.over = [done("train-2.0.0.0", 1.0, 2, branch(3, 4), branch(5))]
+    (whole,) = run.poll(0.0)
+    assert (whole.group_id, whole.step, whole.purpose) == (number, 2, "train")
+    assert [(s.reward, s.reward_version, messages.token_count(s.tokens)) for s in whole.samples] == [
+        (1.0, "v", 3),
+        (0.5, "v", 2),
+    ]
+    rows = run.rows(whole.samples[0], 0.25)
+    assert [(row.trained, row.others, row.advantage) for row in rows] == [(2, 1, 0.25), (1, 2, 0.25)]
+    assert len({row.sample_id for row in rows}) == 2
+    assert {row.whole for row in rows} == {whole.samples[0].sample_id}
+    assert run.parts(whole.samples[1]) == {"digits": 0.5}
+
+
+def test_what_is_committed_names_the_turns_that_a_step_took() -> None:
+    script = Script()
+    run, _ = run_of(script)
+    run.submit(2, 2, [group()])
+    script.over = [done("train-2.0.0.0", note="branched"), done("train-2.0.1.0", 0.0)]
+    (whole,) = run.poll(0.0)
+    outcomes = [
+        messages.SampleOutcome(s.sample_id, "consumed", s.reward or 0.0, 0.5, "", "v") for s in whole.samples
+    ]
+    metrics: dict[str, float] = {}
+    run.commit(2, 2, outcomes, metrics)
+    ((step, episodes, told),) = script.commits
+    assert step == 2
+    assert [(one.episode, one.outcome, one.reward, one.reason) for one in episodes] == [
+        ("train-2.0.0.0", "consumed", 1.0, "branched"),
+        ("train-2.0.1.0", "consumed", 0.0, ""),
+    ]
+    assert episodes[0].used == (named_request("train-2.0.0.0", "0.0"), named_request("train-2.0.0.0", "0.1"))
+    assert (told["turns_mean"], told["branches_mean"], told["episodes_branched"]) == (2.0, 1.0, 1.0)
+
+
+def test_turns_of_other_weights_begin_another_life_and_equal_weights_do_not() -> None:
+    script = Script()
+    run, lines = run_of(script)
+    run.submit(2, 3, [group(n=1)])
+    script.over = [done("train-2.0.0.0", version=1)]
+    assert run.poll(0.0) == []
+    assert script.asked[-1].episode == "train-2.0.0.1"
+    assert script.asked[-1].seed == script.asked[0].seed
+    assert "answered by version 1, which is not the step's 3" in lines[0]
+    script.over = [done("train-2.0.0.1", version=2)]  # the same root as version 3
+    (whole,) = run.poll(0.0)
+    run.commit(2, 3, [messages.SampleOutcome(whole.samples[0].sample_id, "consumed", 1.0, 0.5)], {})
+    ((_, (taken, earlier), told),) = script.commits
+    assert (taken.episode, taken.outcome, len(taken.used)) == ("train-2.0.0.1", "consumed", 2)
+    assert (earlier.episode, earlier.outcome, earlier.used) == ("train-2.0.0.0", "masked", ())
+    assert "answered by version 1" in earlier.reason, "the ledger has why it was begun anew"
+    assert told["episodes_replayed"] == 1.0
+
+
+def test_with_steps_in_advance_newer_weights_are_taken_and_older_ones_are_not() -> None:
+    script = Script()
+    run, _ = run_of(script, ahead=True)
+    run.submit(2, 1, [group(n=1)])
+    script.over = [done("train-2.0.0.0", version=3)]
+    assert len(run.poll(0.0)) == 1
+    run.submit(3, 2, [group(n=1)])
+    script.over = [done("train-3.0.0.0", version=1)]
+    assert run.poll(0.0) == []
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_failing_environment_is_tried_again_and_then_stops_the_run_or_is_masked(stops: bool) -> None:
+    script = Script()
+    run, _ = run_of(script, stops=stops)
+    run.submit(2, 2, [group(n=1)])
+    script.over = [wire.Played("train-2.0.0.0", error="ToolError", output="secret words")]
+    assert run.poll(0.0) == []
+    script.over = [wire.Played("train-2.0.0.1", error="ToolError", output="secret words")]
+    if stops:
+        with pytest.raises(RewardError, match=r"train-2.0.0.1: failed: ToolError") as found:
+            run.poll(0.0)
+        assert "secret" not in str(found.value.cause), "what it said may quote a prompt"
+        return
+    (whole,) = run.poll(0.0)
+    assert whole.samples[0].error == "failed: ToolError"
+    run.commit(
+        2, 2, [messages.SampleOutcome(whole.samples[0].sample_id, "masked", float("nan"), 0.0, "failed")], {}
+    )
+    ((_, (outcome, earlier), _),) = script.commits
+    assert (outcome.episode, outcome.outcome, outcome.used) == ("train-2.0.0.1", "masked", ())
+    assert (earlier.episode, earlier.outcome, earlier.reason) == ("train-2.0.0.0", "masked", "ToolError")
+
+
+def test_an_answer_for_an_earlier_life_is_nobody_s() -> None:
+    script = Script()
+    run, _ = run_of(script)
+    run.submit(2, 2, [group(n=1)])
+    script.over = [wire.Played("train-2.0.0.0", again="ended", gone=True), done("train-2.0.0.0")]
+    assert run.poll(0.0) == []
+    assert len(script.asked) == 2
+    script.over = [done("train-2.0.0.1")]
+    (whole,) = run.poll(0.0)
+    run.commit(2, 2, [messages.SampleOutcome(whole.samples[0].sample_id, "consumed", 1.0, 0.5)], {})
+    ((_, (taken,), _),) = script.commits
+    assert taken.episode == "train-2.0.0.1", "what the ledger has ended is not named again"
+
+
+def test_verdicts() -> None:
+    fine = done("e")
+    assert verdict(fine, "", 0, 0, 0) == Keep()
+    assert verdict(fine, "old weights", 0, 0, 0) == Again("old weights", False)
+    assert verdict(fine, "old weights", 8, 0, 0) == Lost("old weights, 9 times")
+    failed = wire.Played("e", error="ToolError")
+    assert verdict(failed, "ignored: it says nothing", 0, 0, 1) == Again("ToolError", True)
+    assert verdict(failed, "", 1, 1, 1) == Lost("failed: ToolError")
+    silent = msgspec.structs.replace(fine, branches=())
+    assert verdict(silent, "", 0, 0, 0) == Lost("the model said nothing in it")
+
+
+def test_sampling_goes_by_vllm_s_names_and_leaves_out_what_is_off() -> None:
+    assert sampling_of(HOW) == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 8}
+    more = messages.Sampling(8, 0.5, 0.9, 3, (0,), 2, ("END",))
+    assert sampling_of(more) == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 8,
+        "top_k": 3,
+        "min_tokens": 2,
+        "stop": ["END"],
+    }

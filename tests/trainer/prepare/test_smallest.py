@@ -1,0 +1,101 @@
+"""`scavenger init FOLDER --tiny`: a run that can be submitted as it is, with a model that is made in place and learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from scavenger.cli.main import app
+from scavenger.config import read_run
+from tests.trainer.prepare.hand import ROOT
+from trainer.data.prompts import open_tokenizer
+from trainer.prepare import __main__ as program
+from trainer.prepare import check, smallest
+from trainer.tasks import sort
+
+
+def make(folder: Path, *more: str) -> int:
+    return program.main(["tiny", str(folder), *more])
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_nothing_stops_it_as_it_was_written(gpus: int, site: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "first"
+    assert make(folder, f"--state-dir={site}", "--partition=big", f"--gpus={gpus}") == 0
+    script = (folder / "train.sbatch").read_text()
+    assert "#SBATCH --partition=big\n" in script
+    assert ("#SBATCH --gpus-per-node=1\n" in script) is bool(gpus)
+    assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0
+    found = list(check.check(folder / "run.toml", check.gpus_of(script)))
+    assert [one.problem for one in found if one.problem] == []
+    config = read_run(folder / "run.toml")
+    assert (config.run.name, config.run.state_dir) == ("first", site)
+    assert sum(path.stat().st_size for path in (folder / "model").iterdir()) < 2**20
+
+
+def test_files_that_are_there_stay_and_an_unknown_site_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(tmp_path / "first") == 0
+    assert "SET THIS" in (tmp_path / "first" / "run.toml").read_text()
+    capsys.readouterr()
+    assert make(tmp_path / "first") == 2
+    assert "exist already" in capsys.readouterr().err
+    assert make(tmp_path / "first", "--force") == 0
+    assert make(tmp_path / "no name") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "m", "--data", "d"], "leave --model and --data out"),
+        (["--reward", "a:b", "--nodes", "2"], "--nodes, --reward"),
+        (["--site"], "--site"),
+    ],
+)
+def test_options_that_it_would_ignore_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "first"), "--tiny", *words], terminal_width=200)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not (tmp_path / "first").exists()
+
+
+def test_the_reward_gives_a_part_for_each_right_digit_and_none_for_more_of_them() -> None:
+    meta = {"answer": "012357"}
+    given = {
+        said: sort.closeness("305712>", said, meta) for said in ("012357", "012", "", "000000", "0123570")
+    }
+    assert given == {"012357": 1.0, "012": 0.5, "": 0.0, "000000": 1 / 6, "0123570": 6 / 7}
+
+
+def test_its_prompts_and_completions_fit_into_its_context() -> None:
+    prompt, meta = sort.prompt_task(1, 0)
+    assert len(prompt) + len(meta["answer"]) + 1 <= smallest.CONTEXT_TOKENS
+
+
+def test_it_learns_within_its_steps(site: Path, tmp_path: Path) -> None:
+    """From the command to the last step, in one process: the reward at the end is well above that of random weights."""
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "SCAVENGER_BACKEND": "local",
+    }
+    folder = tmp_path / "first"
+    words = ["init", str(folder), "--tiny", "--gpus=0", f"--state-dir={site}"]
+    for argv in (["-m", "scavenger", *words], ["-m", "trainer", str(folder / "run.toml"), "--local"]):
+        done = subprocess.run(
+            [sys.executable, *argv], env=environ, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert open_tokenizer(folder / "model").get_vocab_size() == len(sort.ALPHABET)
+    lines = (folder / "out" / "local" / "metrics.jsonl").read_text().splitlines()
+    rewards = [one["reward"] for one in map(json.loads, lines) if one["kind"] == "train"]
+    assert len(rewards) == smallest.STEPS
+    assert sum(rewards[-3:]) / 3 > 1.5 * rewards[0], rewards

@@ -1,0 +1,148 @@
+"""From a run's configuration to what plays its episodes: gateway, environment workers, and the run that puts them in samples' place.
+
+Boundary: the trainer's set-up, and `init --check`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from scavenger.client import Run
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError, RewardError
+from trainer.data.prompts import TaskSet
+from trainer.episodes import wire
+from trainer.episodes.gateway import RunGateway
+from trainer.episodes.pool import EnvironmentPool
+from trainer.episodes.run import EpisodeRun, PlaySettings
+from trainer.episodes.stub import stub_model
+
+#: Beyond an episode's own time, for a check.
+GRACE_S = 300.0
+#: What a name of a reward's version may have.
+MOST_VERSION_CHARS = 256
+
+
+class EpisodeScorer:
+    """Episodes come with their rewards: nobody is to be asked for one."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        raise RewardError("an episode came without its reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """`tasks`: of the environment; `scorer`: in place of a reward function; `attach`: the run, once it is open."""
+
+    config: RunConfig
+    pool: EnvironmentPool
+    gateway: RunGateway
+    tasks: TaskSet
+    scorer: EpisodeScorer
+    say: Callable[[str], None]
+
+    def attach(self, run: Any) -> EpisodeRun:
+        """Raises `ConfigError`, `DaemonUnavailable` where the gateway does not answer."""
+        assert isinstance(run, Run)
+        self.gateway.wait()
+        settings = PlaySettings.of(self.config, self.scorer.version)
+        return EpisodeRun(run, self.pool, self.gateway, settings, self.say)
+
+
+def setup_of(config: RunConfig, endpoint: str) -> wire.Setup:
+    """What each environment worker is told."""
+    data = config.data
+    return wire.Setup(
+        data.environment,
+        json.dumps(data.environment_args),
+        json.dumps(data.renderer),
+        str(config.model.path.resolve()),
+        config.run.name,
+        config.model.context_length,
+        endpoint,
+        data.on_divergence,
+        data.episode_turns,
+        data.episode_tokens,
+        data.episode_s,
+    )
+
+
+def version_of(config: RunConfig, ready: wire.Ready) -> str:
+    """Of what gives the rewards: rewards that an earlier attempt recorded are taken only of the same."""
+    return (config.reward.version or ready.version)[:MOST_VERSION_CHARS]
+
+
+@contextmanager
+def opened(
+    config: RunConfig,
+    arguments: Sequence[str],
+    *,
+    local: bool = False,
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> Iterator[Opened]:
+    """`arguments`: run.toml and what is laid over it. Raises `ConfigError` where the environment cannot be loaded."""
+    if local:
+        raise ConfigError(
+            "data.environment: episodes call a gateway, and --local has no daemon for one",
+            "start the run as any other; `scavenger init RUN --check` plays one episode alone",
+        )
+    data = config.data
+    with (
+        RunGateway(config.run.out_dir, arguments, say) as gateway,
+        EnvironmentPool(
+            setup_of(config, gateway.endpoint),
+            count=data.environment_workers,
+            concurrency=data.environment_concurrency,
+            python=data.environment_python,
+            say=say,
+        ) as pool,
+    ):
+        ready = pool.ready
+        yield Opened(
+            config,
+            pool,
+            gateway,
+            TaskSet(ready.tasks, ready.digest),
+            EpisodeScorer(version_of(config, ready)),
+            say,
+        )
+
+
+def rehearsed(
+    config: RunConfig, words: Sequence[int], say: Callable[[str], None]
+) -> tuple[TaskSet, wire.Played]:
+    """The environment's tasks, and its first one played with a model that says `words` to everything.
+
+    Raises `ConfigError` where the environment cannot be loaded or played, and `RewardError` where its worker ends.
+    """
+    data, how = config.data, config.sampling
+    with (
+        stub_model(words) as endpoint,
+        EnvironmentPool(setup_of(config, endpoint), python=data.environment_python, say=say) as pool,
+    ):
+        sampling: dict[str, float | int | list[str]] = {
+            "temperature": how.temperature,
+            "max_tokens": how.max_tokens,
+        }
+        pool.play(wire.Play("check", "none", 0, config.run.seed, sampling))
+        found = pool.poll(data.episode_s + GRACE_S)
+        if not found:
+            raise ConfigError(
+                f"data.environment: an episode took over {data.episode_s + GRACE_S:g} s",
+                "look at what the environment waits for, or raise data.episode_s",
+            )
+        [played] = found
+        if played.error or not played.branches:
+            raise ConfigError(
+                f"data.environment: an episode failed: {played.error or 'it asked the model for nothing'}",
+                "look at data.environment_args and data.renderer; the environment's words are beside",
+                quoted=played.output,
+            )
+        return TaskSet(pool.ready.tasks, pool.ready.digest), played

@@ -1,0 +1,196 @@
+"""Agents' model calls on their way from an environment worker to the run's gateway: each gets its episode's key and its name.
+
+    agent (harness) --> interception of `verifiers` --> TrainClient --> relay --> gateway --> engines
+
+`TrainClient` names the agent's rollout in `X-Session-ID`, the same for every call. The relay knows whose rollout that is, counts its calls
+(`naming`), and asks the gateway under the episode's key with the call's name as `X-Request-Id`. So keys stay in this process, a call that
+is repeated is generated once, and an episode that is played again gets its recorded answers. It waits while gateway or daemon are away.
+
+It listens on loopback, on a port that the system chooses; a call of an unknown rollout is refused.
+
+Boundary: HTTP within a worker; starlette, uvicorn and httpx2 come with `scavenger[gateway]` and with `verifiers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from scavenger.backoff import backoff_s
+from trainer.episodes import naming
+from trainer.episodes.naming import Calls, Setting
+
+SESSION = "x-session-id"
+#: What the package sends along and the gateway has no use for: of sampling, and of the body.
+DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
+#: The gateway is away, or full, or made the turn anew: asked again for as long.
+AWAY_S = 900.0
+WAITS = (429, 500, 503)
+#: Answers of 500 in a row that end the call: the turn was given up each time.
+MOST_GIVEN_UP = 3
+
+
+@dataclass(slots=True)
+class Playing:
+    """An episode that is played. `ended`: why it is over before its environment says so."""
+
+    episode: str
+    key: str
+    setting: Setting
+    calls: Calls = field(default_factory=Calls)
+    agents: dict[str, int] = field(default_factory=dict)  # by rollout, in the order in which they began
+    versions: dict[tuple[int, int], int] = field(default_factory=dict)  # of the weights, by agent and number
+    seconds: float = 0.0  # that its calls took
+    notes: list[str] = field(default_factory=list)
+    ended: naming.End | None = None
+
+    def taken(self) -> list[tuple[str, int]]:
+        """The calls that it consists of, with the version that answered each."""
+        return [(call.name, self.versions[place]) for place, call in sorted(self.calls.taken.items())]
+
+
+class _Server(uvicorn.Server):
+    """Signals are the worker's own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Relay:
+    """`begin` an episode, name its rollouts as they begin (`agent`), `end` it. `base_url` is for `TrainClient`."""
+
+    def __init__(self, gateway: str, model: str, context_length: int) -> None:
+        self._gateway, self._model, self._context_length = gateway.rstrip("/"), model, context_length
+        self._by_rollout: dict[str, Playing] = {}
+        self._http = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(None, connect=10.0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+        self.base_url = ""
+
+    def begin(self, episode: str, key: str, setting: Setting) -> Playing:
+        return Playing(episode, key, setting)
+
+    def agent(self, playing: Playing, rollout: str) -> int:
+        """A rollout of the episode begins. Its number among them."""
+        number = playing.agents.setdefault(rollout, len(playing.agents))
+        self._by_rollout[rollout] = playing
+        return number
+
+    def end(self, playing: Playing) -> None:
+        for rollout in playing.agents:
+            self._by_rollout.pop(rollout, None)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Relay]:
+        routes = [
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/inference/v1/generate", self._call, methods=["POST"]),
+            Route("/v1/chat/completions", self._call, methods=["POST"]),
+        ]
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(1024)
+            self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            config = uvicorn.Config(
+                Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off"
+            )
+            server = _Server(config)
+            task = asyncio.create_task(server.serve(sockets=[listening]))
+            try:
+                yield self
+            finally:
+                server.should_exit = True
+                await task
+                await self._http.aclose()
+
+    async def _models(self, request: Request) -> Response:
+        card = {"id": self._model, "object": "model", "max_model_len": self._context_length}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _call(self, request: Request) -> Response:
+        rollout = request.headers.get(SESSION, "")
+        playing = self._by_rollout.get(rollout)
+        if playing is None:
+            return _error(401, "no rollout of an episode that is played here")
+        body = _cleaned(await request.body())
+        call = playing.calls.next(playing.agents[rollout])
+        started = time.monotonic()
+        try:
+            return await self._asked(playing, call, request.url.path, body)
+        finally:
+            playing.seconds += time.monotonic() - started
+
+    async def _asked(self, playing: Playing, call: naming.Call, path: str, body: bytes) -> Response:
+        give_up, tries, given_up = time.monotonic() + AWAY_S, 0, 0
+        while playing.ended is None:
+            headers = {
+                "authorization": f"Bearer {playing.key}",
+                "x-request-id": call.name,
+                "content-type": "application/json",
+            }
+            tries += 1
+            try:
+                answer = await self._http.post(f"{self._gateway}{path}", content=body, headers=headers)
+            except httpx2.TransportError as error:
+                status, text = 503, f"no gateway: {type(error).__name__}"
+            else:
+                status, text = answer.status_code, answer.text
+            if status == 200:
+                playing.calls.answered(call)
+                playing.versions[call.agent, call.number] = version_of(text)
+                return Response(answer.content, media_type="application/json")
+            given_up += status == 500
+            if status in WAITS and given_up < MOST_GIVEN_UP and time.monotonic() < give_up:
+                await asyncio.sleep(backoff_s(0.1, 5.0, tries))
+                continue
+            if status == 409:
+                found = playing.calls.conflict(call, playing.setting)
+                if isinstance(found, naming.Branch):
+                    playing.notes.append(found.reason)
+                    call, tries = playing.calls.branched(call), 0
+                    continue
+                playing.ended = found
+            elif status == 410:
+                playing.ended = naming.End(True, "the ledger has ended an episode of this name", gone=True)
+            else:
+                return Response(text, status, media_type="application/json")
+        assert playing.ended is not None
+        return _error(400, playing.ended.reason)
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "episode_error", "code": status}}, status)
+
+
+def _cleaned(body: bytes) -> bytes:
+    """Without what the gateway refuses by its name and this run has no use for."""
+    asked: dict[str, Any] = json.loads(body)
+    for key in DROPPED:
+        asked.pop(key, None)
+    sampling = asked.get("sampling_params")
+    if isinstance(sampling, dict):
+        for key in DROPPED_SAMPLING:
+            sampling.pop(key, None)
+    return json.dumps(asked).encode()
+
+
+def version_of(text: str) -> int:
+    """The version of the weights that an answer of the gateway names; -1: none (of chat, say)."""
+    choices = json.loads(text).get("choices") or [{}]
+    spans = choices[0].get("weight_versions") or [{}]
+    return int(spans[0].get("version", -1))

@@ -1,0 +1,486 @@
+"""Rank 0: episodes in the place of samples. `EpisodeRun` is a run to the loop: groups go in, whole groups come out, a step is committed.
+
+    submit(group of task t)  -> n episodes, each with its name and key --> pool --> environment workers --> gateway --> engines
+    poll                     <- a group once its n episodes are over: an episode is one sample, whose reward came with it
+    commit(outcomes)         -> the daemon: outcomes of episodes, with the turns that they consist of; they end
+
+An episode is named by what it is of, `PURPOSE-STEP.PROMPT.INDEX.LIFE`, in every attempt of a trainer. So one that is asked for
+again, after a lost worker or a restart of the whole job, finds its turns in the ledger, and none is generated twice. Where that cannot be
+(the ledger has ended it, its turns are of other weights than the step's, its setting says restart), it has another life, under another
+name; the step's commit ends the earlier one too, with the reason.
+
+Boundary: between the loop and all that plays.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from scavenger.config import RunConfig
+from scavenger.errors import RewardError
+from scavenger.protocol import messages
+from scavenger.weights.manifest import Manifest
+from trainer.data.batching import TrainRow
+from trainer.episodes import wire
+
+#: Between two looks at the daemon while episodes are waited for.
+LOOK_S = 0.25
+#: Lives of one episode that end for no fault of its environment's.
+MOST_LIVES = 8
+
+
+class Daemon(Protocol):
+    """`scavenger.client.Run`."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def next_version(self) -> int: ...
+    @property
+    def fleet(self) -> messages.Fleet: ...
+    @property
+    def reserved_order(self) -> int: ...
+    @property
+    def versions(self) -> tuple[tuple[int, int, bytes], ...]: ...
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
+    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
+        episodes: Sequence[messages.EpisodeOutcome] = (),
+    ) -> None: ...
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None: ...
+    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+class Pool(Protocol):
+    """`trainer.episodes.pool.EnvironmentPool`."""
+
+    def play(self, ask: wire.Play) -> None: ...
+    def poll(self, timeout_s: float) -> list[wire.Played]: ...
+
+
+class Gateway(Protocol):
+    """`trainer.episodes.gateway.RunGateway`."""
+
+    def begin(self, episode: str) -> str: ...
+    def check(self) -> None: ...
+
+
+# ---------------------------------------------------------------- what becomes of an episode that is over
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """It is a sample of its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """It is played anew, as another life. `failed`: its environment failed, which counts."""
+
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It is a sample without a reward."""
+
+    reason: str
+
+
+def verdict(
+    played: wire.Played, wrong_weights: str, lives: int, failures: int, retries: int
+) -> Keep | Again | Lost:
+    """What becomes of an episode that is over. `wrong_weights`: why its turns are not the step's. `lives`, `failures`: before this one.
+
+    A failure is tried again, as a reward function's is (`reward.retries`). Other lives end for reasons of ours, and there is a bound to
+    them too: an episode that never comes to its end holds up its step.
+    """
+    why = played.again or ("" if played.error else wrong_weights)
+    if why:
+        return Again(why, False) if lives < MOST_LIVES else Lost(f"{why}, {lives + 1} times")
+    if played.error:
+        return Again(played.error, True) if failures < retries else Lost(f"failed: {played.error}")
+    if not played.branches:
+        return Lost("the model said nothing in it")
+    return Keep()
+
+
+# ---------------------------------------------------------------- the run
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One episode of a group, over its lives. `earlier`: names of those that are over, and why."""
+
+    id: int
+    group: _Group
+    index: int
+    lives: int = 0
+    failures: int = 0
+    earlier: list[tuple[str, str]] = field(default_factory=list)
+    played: wire.Played | None = None
+    lost: str = ""
+
+    @property
+    def name(self) -> str:
+        group = self.group
+        return f"{group.purpose}-{group.step}.{group.spec.prompt_index}.{self.index}.{self.lives}"
+
+    @property
+    def over(self) -> bool:
+        return self.played is not None or bool(self.lost)
+
+
+@dataclass(slots=True)
+class _Group:
+    id: int
+    purpose: str
+    step: int
+    version: int
+    spec: messages.GroupSpec
+    episodes: list[_Episode] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    """`seed`: of the run. `ahead`: a step's turns may be of newer weights than it was asked for with."""
+
+    seed: int
+    retries: int
+    stops: bool  # at an episode that failed
+    ahead: bool
+    version: str  # of what gives the rewards
+
+    @classmethod
+    def of(cls, config: RunConfig, version: str) -> PlaySettings:
+        return cls(
+            config.run.seed,
+            config.reward.retries,
+            config.reward.on_reward_error == "stop",
+            config.algorithm.max_off_policy_steps > 0,
+            version,
+        )
+
+
+class EpisodeRun:
+    """See the module. The loop's `TrainerRun`, and scoring's `Episodes`."""
+
+    def __init__(
+        self,
+        run: Daemon,
+        pool: Pool,
+        gateway: Gateway,
+        settings: PlaySettings,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._run, self._pool, self._gateway, self._settings, self._say = run, pool, gateway, settings, say
+        self._roots = {version: root for _, version, root in run.versions}
+        self._next_group = self._next_episode = self._next_row = 1
+        self._by_name: dict[str, _Episode] = {}  # under way
+        self._episodes: dict[int, _Episode] = {}  # not committed
+        self._done: list[messages.GroupDone] = []
+        self._looked_at = 0.0
+
+    # ---------------------------------------------------------------- as the daemon's run
+
+    @property
+    def attempt(self) -> int:
+        return self._run.attempt
+
+    @property
+    def last_step(self) -> int:
+        return self._run.last_step
+
+    @property
+    def next_version(self) -> int:
+        return self._run.next_version
+
+    @property
+    def fleet(self) -> messages.Fleet:
+        return self._run.fleet
+
+    @property
+    def reserved_order(self) -> int:
+        return self._run.reserved_order
+
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
+        self._run.publish(step, manifest, *sources)
+        self._roots[manifest.version] = manifest.root
+
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
+        self._run.set_reserved(awake, bytes_held)
+
+    def end_reserved(self, names: Sequence[str], reason: str) -> None:
+        self._run.end_reserved(names, reason)
+
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+        self._run.trained(step, groups, tokens, seconds)
+
+    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
+        """Nobody knows yet which engine said which turn."""
+        return ()
+
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
+        self._run.checkpoint(step, version, root, path, kept)
+
+    def close_run(self, state: str, reason: str = "") -> None:
+        self._run.close_run(state, reason)
+
+    # ---------------------------------------------------------------- played
+
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
+        """Have the episodes of these groups played. `meta` names the task."""
+        ids = []
+        for spec in groups:
+            group = _Group(self._next_group, purpose, step, version, spec)
+            self._next_group += 1
+            ids.append(group.id)
+            for index in range(spec.n):
+                episode = _Episode(self._next_episode, group, index)
+                self._next_episode += 1
+                group.episodes.append(episode)
+                self._episodes[episode.id] = episode
+                self._play(episode)
+        return tuple(ids)
+
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+        """Groups whose every episode is over; waits up to `timeout_s` for the first. Raises `RewardError` where a failed one stops the
+        run.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            for played in self._pool.poll(0.0 if self._done else max(0.0, min(left, LOOK_S))):
+                self._over(played)
+            if time.monotonic() - self._looked_at > LOOK_S:
+                self._looked_at = time.monotonic()
+                self._run.poll(0.0)  # what it brings is of attempts that had no environment
+                self._gateway.check()
+            if self._done or time.monotonic() >= deadline:
+                done, self._done = self._done, []
+                return done
+
+    def _play(self, episode: _Episode) -> None:
+        name, spec = episode.name, episode.group.spec
+        self._by_name[name] = episode
+        task = int(msgspec.json.decode(spec.meta)["task"])
+        seed = self._settings.seed * 1_000_003 + spec.prompt_index * 1_009 + episode.index
+        self._pool.play(wire.Play(name, self._gateway.begin(name), task, seed, sampling_of(spec.sampling)))
+
+    def _over(self, played: wire.Played) -> None:
+        episode = self._by_name.pop(played.episode, None)
+        if episode is None or episode.over:
+            return
+        if played.output:
+            self._say(f"episode {played.episode}: {played.error}\n{played.output}")
+        if played.note:
+            self._say(f"episode {played.episode}: {played.note}")
+        found = verdict(
+            played,
+            self._wrong_weights(episode.group, played),
+            episode.lives,
+            episode.failures,
+            self._settings.retries,
+        )
+        match found:
+            case Keep():
+                episode.played = played
+            case Again(reason=reason, failed=failed):
+                self._say(f"episode {played.episode} is played again: {reason}")
+                if not played.gone:
+                    episode.earlier.append((played.episode, reason))
+                episode.lives += 1
+                episode.failures += failed
+                self._play(episode)
+            case Lost(reason=reason):
+                if self._settings.stops:
+                    raise RewardError(
+                        f"episode {played.episode}: {reason}",
+                        'mend the environment, or set reward.on_reward_error = "mask" to leave such episodes out',
+                        quoted=played.output,
+                    )
+                episode.lost = reason
+        if all(one.over for one in episode.group.episodes):
+            self._done.append(self._whole(episode.group))
+
+    def _wrong_weights(self, group: _Group, played: wire.Played) -> str:
+        """Why the turns are not of the step's weights; "" where they are."""
+        wanted = {self._roots.get(group.version)}
+        if self._settings.ahead:
+            wanted |= {root for version, root in self._roots.items() if version >= group.version}
+        for call, version in zip(played.calls, played.versions, strict=True):
+            if self._roots.get(version) not in wanted:
+                return (
+                    f"call {call} was answered by version {version}, which is not the step's {group.version}"
+                )
+        return ""
+
+    def _whole(self, group: _Group) -> messages.GroupDone:
+        kept = [one.played for one in group.episodes if one.played is not None]
+        return messages.GroupDone(
+            group.id,
+            group.step,
+            group.version,
+            group.purpose,
+            group.spec.prompt_index,
+            kept[0].branches[0].prompt if kept else b"",
+            group.spec.meta,
+            tuple(self._sample(one) for one in group.episodes),
+        )
+
+    def _sample(self, episode: _Episode) -> messages.DoneSample:
+        """The episode as one sample: all that the model said in it, one turn after another."""
+        played = episode.played
+        if played is None:
+            return messages.DoneSample(
+                episode.id, episode.index, b"", b"", b"", "stop", 0, error=episode.lost
+            )
+        tokens = b"".join(said(branch) for branch in played.branches)
+        logprobs = b"".join(branch.behaviour for branch in played.branches)
+        return messages.DoneSample(
+            episode.id,
+            episode.index,
+            tokens,
+            logprobs,
+            logprobs,
+            played.finish,
+            0,
+            reward=played.reward,
+            reward_version=self._settings.version,
+        )
+
+    # ---------------------------------------------------------------- as scoring's episodes
+
+    def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
+        played = self._episodes[sample.sample_id].played
+        assert played is not None
+        whole = sum(branch.trained for branch in played.branches)
+        rows = []
+        for branch in played.branches:
+            rows.append(
+                TrainRow(
+                    self._next_row,
+                    branch.prompt,
+                    branch.completion,
+                    branch.behaviour,
+                    advantage,
+                    mask=branch.mask,
+                    episode=sample.sample_id,
+                    others=whole - branch.trained,
+                )
+            )
+            self._next_row += 1
+        return tuple(rows)
+
+    def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
+        played = self._episodes[sample.sample_id].played
+        return played.parts if played is not None else {}
+
+    # ---------------------------------------------------------------- committed
+
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
+    ) -> None:
+        """Record that the step was taken with these episodes. They end, and so do their earlier lives, each with its reason."""
+        mine = [self._episodes[outcome.sample_id] for outcome in outcomes]
+        ended = [
+            taken
+            for outcome, episode in zip(outcomes, mine, strict=True)
+            for taken in outcomes_of(outcome, episode.name, episode.played, episode.earlier)
+        ]
+        figures = metrics_of([one.played for one in mine if one.played is not None], mine)
+        metrics |= figures
+        self._run.commit(step, version, (), metrics, purpose, ended)
+        for episode in mine:
+            del self._episodes[episode.id]
+
+
+def said(branch: wire.Branch) -> bytes:
+    """The trained tokens of a row, packed."""
+    if not branch.mask:
+        return branch.completion
+    tokens = branch.completion
+    return b"".join(tokens[4 * i : 4 * i + 4] for i, one in enumerate(branch.mask) if one)
+
+
+def sampling_of(how: messages.Sampling) -> dict[str, float | int | list[str]]:
+    """By vLLM's names. The model's stop tokens are the gateway's to add."""
+    found: dict[str, float | int | list[str]] = {
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "max_tokens": how.max_tokens,
+    }
+    found |= {"top_k": how.top_k} if how.top_k else {}
+    found |= {"min_tokens": how.min_tokens} if how.min_tokens else {}
+    return found | ({"stop": list(how.stop)} if how.stop else {})
+
+
+def outcomes_of(
+    outcome: messages.SampleOutcome,
+    name: str,
+    played: wire.Played | None,
+    earlier: Sequence[tuple[str, str]] = (),
+) -> list[messages.EpisodeOutcome]:
+    """What the daemon is told of one episode and of its earlier lives, which led to nothing."""
+    calls = played.calls if played is not None else ()
+    reason = outcome.reason or (played.note if played is not None else "")
+    return [
+        messages.EpisodeOutcome(
+            name,
+            outcome.outcome,
+            outcome.reward,
+            outcome.advantage,
+            messages.words(reason),
+            outcome.reward_version,
+            tuple(messages.named_request(name, call) for call in calls),
+        ),
+        *(
+            messages.EpisodeOutcome(life, "masked", math.nan, 0.0, messages.words(why))
+            for life, why in earlier
+        ),
+    ]
+
+
+def metrics_of(played: Sequence[wire.Played], episodes: Sequence[Any]) -> dict[str, float]:
+    """Figures of a step's episodes."""
+    if not played:
+        return {}
+    count = len(played)
+    return {
+        "turns_mean": sum(len(one.calls) for one in played) / count,
+        "turns_max": float(max(len(one.calls) for one in played)),
+        "branches_mean": sum(len(one.branches) for one in played) / count,
+        "episodes_replayed": float(sum(one.lives for one in episodes)),
+        "episodes_branched": float(sum(bool(one.note) for one in played)),
+        "seconds_episode": math.fsum(one.seconds for one in played) / count,
+        "seconds_episode_model": math.fsum(one.seconds_model for one in played) / count,
+    }

@@ -1,0 +1,326 @@
+"""An environment worker: the process that plays episodes with the package `verifiers`. Started by `trainer.episodes.pool` only.
+
+    frames in (Setup, Play) --> Env.run_episode: the task's harness, tools and rewards, as the package runs them
+                                    model calls --> TrainClient --> relay.py --> gateway
+    frames out (Ready, Played) <-- rows, reward, metrics of the episode's graph
+
+Episodes run side by side on one event loop. Frames come on standard input and go to standard output, by descriptors of this process's
+own: what an environment prints goes to standard error. It ends with its trainer. Whatever an environment raises is an answer to rank 0,
+never this process's end; one that forks or hangs ends with its episode's time.
+
+Needs no torch: its interpreter may be another one than the trainer's (`data.environment_python`).
+
+Boundary: the package `verifiers`, imported nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+from blake3 import blake3
+
+from scavenger.errors import ConfigError
+from trainer.algorithms.rewards import framed, read_frame
+from trainer.episodes import branches, wire
+from trainer.episodes.naming import Setting
+from trainer.episodes.relay import Playing, Relay
+from trainer.reserved import die_with_parent
+
+#: From the first release with this API to the one after.
+OLDEST, BEFORE = (0, 4, 0), (0, 5, 0)
+REQUIREMENT = "verifiers>=0.4,<0.5"
+#: Beyond an agent's own time: its set-up, its rewards.
+GRACE_S = 300.0
+#: Names of parts, and how many: they become names of metrics.
+PART, MOST_PARTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}", re.ASCII), 32
+#: `TrainClient` wants a variable's name; the relay knows the keys.
+NO_KEY = "SCAVENGER_EPISODES_HAVE_NO_KEY"
+
+
+def check_version(version: str | None) -> None:
+    """Raises `ConfigError` for a release of `verifiers` that this module does not know; None: there is none."""
+    remedy = (
+        f"pip install '{REQUIREMENT}' there, or name an interpreter that has it in data.environment_python"
+    )
+    if version is None:
+        raise ConfigError(f"{sys.executable} has no verifiers package", remedy)
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if not OLDEST <= found < BEFORE:
+        raise ConfigError(f"verifiers {version} of {sys.executable} has another API than 0.4", remedy)
+
+
+def _installed() -> str | None:
+    try:
+        return importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def settings_of(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment's settings, in which `name` is the task set."""
+    taskset = args.get("taskset", {})
+    if not isinstance(taskset, dict) or taskset.get("id", name) != name:
+        raise ConfigError(
+            f"data.environment_args: taskset = {taskset!r} is not that of data.environment = {name!r}",
+            "leave taskset.id out",
+        )
+    return {**args, "taskset": {**taskset, "id": name}}
+
+
+class Tasks:
+    """The task set by number. Read once, and no further than is asked for where it has no end."""
+
+    def __init__(self, taskset: Any) -> None:
+        self._left: Iterator[Any] = iter(taskset)
+        self._read: list[Any] = []
+        self.count = 0
+        if taskset.bounded:
+            self._read = list(self._left)
+            self.count = len(self._read)
+
+    def __getitem__(self, number: int) -> Any:
+        while len(self._read) <= number:
+            self._read.append(next(self._left))
+        return self._read[number]
+
+    @property
+    def digest(self) -> str:
+        hasher = blake3()
+        for task in self._read:
+            hasher.update(task.hash.encode())
+        return hasher.hexdigest(16)
+
+
+class Environment:
+    """The run's environment, and how one episode of it is played."""
+
+    def __init__(self, setup: wire.Setup, relay: Relay) -> None:
+        """Raises `ConfigError` where it cannot be loaded."""
+        check_version(_installed())
+        self._setup, self._relay = setup, relay
+        self.env, self.tasks = _loaded(setup)
+
+    def ready(self) -> wire.Ready:
+        version = f"{self._setup.environment}@{_source(self._setup.environment)}"
+        return wire.Ready(self.tasks.count, self.tasks.digest, version)
+
+    async def play(self, ask: wire.Play) -> wire.Played:
+        """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
+        started = time.monotonic()
+        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence))
+        try:
+            played = await self._played(ask, playing)
+        except Exception as error:  # noqa: BLE001  the environment's own code
+            said = traceback.format_exc(limit=-3)
+            played = wire.Played(ask.episode, error=type(error).__name__, output=said)
+        finally:
+            self._relay.end(playing)
+        if playing.ended is not None:
+            reason = playing.ended.reason
+            played = wire.Played(
+                ask.episode,
+                error="" if playing.ended.again else reason,
+                again=reason if playing.ended.again else "",
+                gone=playing.ended.gone,
+            )
+        return msgspec.structs.replace(
+            played,
+            seconds=time.monotonic() - started,
+            seconds_model=playing.seconds,
+            note="; ".join(playing.notes),
+        )
+
+    async def _played(self, ask: wire.Play, playing: Playing) -> wire.Played:
+        import verifiers.v1 as vf
+
+        def begun(trace: Any) -> None:
+            self._relay.agent(playing, trace.id)
+            trace.info["seed"] = ask.seed
+
+        client = vf.TrainClientConfig(
+            base_url=f"{self._relay.base_url}/v1",
+            api_key_var=NO_KEY,
+            renderer=json.loads(self._setup.renderer) or None,
+            renderer_model_name=self._setup.model,
+        )
+        context = vf.ModelContext(self._setup.name, client, vf.SamplingConfig(**ask.sampling))
+        episode = await self.env.run_episode(self.tasks[ask.task], context, on_trace=begun)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            last = errors[-1] if errors else None
+            what = last.type if last is not None else "no error was noted"
+            said = f"{last.message}\n{last.traceback or ''}" if last is not None else ""
+            return wire.Played(ask.episode, error=what, output=said[-4000:])
+        return result_of(ask.episode, episode, playing)
+
+
+def result_of(name: str, episode: Any, playing: Playing) -> wire.Played:
+    """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards."""
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    paths = [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
+    rewards = [float(trace.reward) for trace in traces]
+    reward = math.fsum(rewards) / len(rewards) if rewards else math.nan
+    if not math.isfinite(reward):
+        return wire.Played(name, error=f"its reward is {reward}" if rewards else "no agent of it trains")
+    taken = playing.taken()
+    stopped = [trace.stop_condition or "" for trace in traces]
+    return wire.Played(
+        name,
+        reward,
+        parts_of(traces),
+        branches.rows_of(paths),
+        tuple(call for call, _ in taken),
+        tuple(version for _, version in taken),
+        "length" if any(trace.is_truncated or trace.is_timeout for trace in traces) else "stop",
+        next((one for one in stopped if one), ""),
+    )
+
+
+def parts_of(traces: list[Any]) -> dict[str, float]:
+    """Rewards without their weights, and metrics, by name; the mean over agents that have it."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        scored = {name: one.score for name, one in trace.rewards.items() if one is not None}
+        for part, value in {**trace.metrics, **scored}.items():
+            if value is not None and math.isfinite(value) and PART.fullmatch(part):
+                found.setdefault(part, []).append(float(value))
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())[:MOST_PARTS]}
+
+
+def _loaded(setup: wire.Setup) -> tuple[Any, Tasks]:
+    try:
+        import verifiers.v1 as vf
+
+        config = vf.resolve_env_config(settings_of(setup.environment, json.loads(setup.arguments)))
+        env = vf.load_environment(limited(config, setup))
+        tasks = Tasks(env.taskset)
+        if env.taskset.bounded and not tasks.count:
+            raise ValueError("it has no task")
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the environment's own code and its data set raise
+        raise ConfigError(
+            f"the environment {setup.environment!r} cannot be loaded",
+            f"install its package for {sys.executable}, give data.environment_args that it takes, and load its data set once where the "
+            "network is: training jobs read the Hugging Face cache only",
+            quoted=f"{type(error).__name__}: {error}",
+        ) from error
+    return env, tasks
+
+
+def limited(config: Any, setup: wire.Setup) -> Any:
+    """The environment's configuration with the run's limits, and processes of this host where a role names no runtime."""
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    roles = {}
+    for name, role in agent_config_fields(config).items():
+        changes: dict[str, Any] = {}
+        if "runtime" not in role.model_fields_set:
+            changes["runtime"] = vf.SubprocessConfig()
+        if setup.turns and role.max_turns is None:
+            changes["max_turns"] = setup.turns
+        if setup.tokens and role.max_output_tokens is None:
+            changes["max_output_tokens"] = setup.tokens
+        if role.timeout.rollout is None:
+            changes["timeout"] = role.timeout.model_copy(update={"rollout": setup.seconds})
+        roles[name] = role.model_copy(update=changes)
+    if config.timeout.episode is None:
+        whole = setup.seconds * len(roles) + GRACE_S
+        roles["timeout"] = config.timeout.model_copy(update={"episode": whole})
+    return config.model_copy(update=roles)
+
+
+def _source(name: str) -> str:
+    """Hash of the text of the environment's module, or of its folder: what its rewards follow from."""
+    module = sys.modules.get(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower())
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return "unknown"
+    path = Path(file)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    hasher = blake3()
+    for each in files:
+        hasher.update(each.read_bytes())
+    return hasher.hexdigest(8)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], None]) -> None:
+    """Read frames until the end, which is None."""
+    while (frame := read_frame(source.read)) is not None:
+        came(wire.to_worker.decode(frame))
+    came(None)
+
+
+async def serve(source: BinaryIO, out: BinaryIO) -> int:
+    """Until the trainer closes its end. The exit code."""
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[wire.Setup | wire.Play | None] = asyncio.Queue()
+
+    def came(message: wire.Setup | wire.Play | None) -> None:
+        loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+    def told(message: wire.Ready | wire.Played) -> None:
+        out.write(framed(msgspec.msgpack.encode(message)))
+        out.flush()
+
+    threading.Thread(target=_frames, args=(source, came), name="frames", daemon=True).start()
+    setup = await inbox.get()
+    if not isinstance(setup, wire.Setup):
+        return 0
+    relay = Relay(setup.endpoint, setup.name, setup.context_length)
+    try:
+        environment = await asyncio.to_thread(Environment, setup, relay)
+    except ConfigError as error:
+        told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))
+        return 2
+    playing: set[asyncio.Task[None]] = set()
+
+    async def play(ask: wire.Play) -> None:
+        told(await environment.play(ask))
+
+    async with relay.serving(), environment.env.serving():
+        told(environment.ready())
+        while (message := await inbox.get()) is not None:
+            if isinstance(message, wire.Play):
+                task = asyncio.create_task(play(message))
+                playing.add(task)
+                task.add_done_callback(playing.discard)
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+    return 0
+
+
+def main() -> int:
+    die_with_parent()
+    source = os.fdopen(os.dup(0), "rb")
+    out = os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(2, 1)  # what an environment prints
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        return asyncio.run(serve(source, out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The smallest run: `scavenger init FOLDER --tiny`. Its model is made in place, in a second; its task and reward are built in.
+
+A newcomer sees a whole run on the own site within minutes, before a model or data are chosen: the daemon, harvested engines, the training
+job. Nothing is learnt before: the weights are random, and the reward gives a part for each right digit, so that there is something to
+learn from. Owns the text of this run.toml and the model's size.
+
+Boundary: torch, which the other drafts do without; IO.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer import tiny
+from trainer.tasks import sort
+
+HIDDEN, LAYERS = 64, 2
+STEPS = 20
+#: A prompt, a completion, and a little more.
+CONTEXT_TOKENS = 2 * sort.DIGITS + 4
+
+
+def make_model(folder: Path) -> int:
+    """A Qwen3 of random weights with its tokenizer, as a Hugging Face folder. Returns how many parameters it has."""
+    model = tiny.initialised(folder, tiny.model_config(HIDDEN, LAYERS))
+    return tiny.save(model, folder)
+
+
+def run_toml(name: str, state_dir: str) -> str:
+    """`state_dir`: where the daemon is found; "" = not known, which the file then says. Pure."""
+    where = (
+        f"state_dir = {json.dumps(state_dir, ensure_ascii=False)}"
+        if state_dir
+        else 'state_dir = "state"                 # SET THIS: the site\'s public folder (scavenger join); ask its admin'
+    )
+    return f"""# {name}: the smallest run. A model of random weights learns where the digits of a sorted number are.
+# The reward is the share of digits that are right. docs/site.md says what comes next.
+
+[run]
+name = {json.dumps(name)}
+seed = 1
+steps = {STEPS}
+{where}
+out_dir = "out"
+max_engines = 2
+
+[model]
+path = "model"                      # made by `scavenger init --tiny`
+context_length = {CONTEXT_TOKENS}
+
+[data]
+task = "sort"                       # built in: "305712>" is answered by "012357"
+prompts_per_step = 16
+samples_per_prompt = 8
+
+[sampling]
+max_tokens = {sort.DIGITS + 1}
+
+[engine]
+name = "reference"                  # runs on GPUs and on CPUs
+max_batch = 64
+
+[reward]
+function = "trainer.tasks.sort:closeness"
+
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+
+[reserved]
+workers = 1
+wake_after_s = 2.0
+
+[checkpoint]
+every = 10
+keep = 1
+
+[eval]
+every = 0
+
+[weights]
+dtype = "float32"
+"""
