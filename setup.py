@@ -35,7 +35,7 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
-# scavenger/cli/top.py.
+# For a terminal view of the daemon, whose code is not here yet.
 TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [

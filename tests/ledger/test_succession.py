@@ -391,7 +391,7 @@ def test_a_database_that_drops_the_connection_while_a_daemon_reads_it_at_its_sta
             until = time.monotonic() + WAIT_S
             while (reader := other.exec_driver_sql(waits).scalar()) is None:
                 assert time.monotonic() < until, daemon.stderr
-                time.sleep(0.05)
+                time.sleep(0.05)  # between two looks at what the server is doing
             other.execute(sa.text("SELECT pg_terminate_backend(:pid)"), {"pid": reader})
             daemon.until("waiting for the ledger")
             lock.rollback()
