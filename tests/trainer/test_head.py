@@ -231,7 +231,8 @@ def test_a_step_is_that_of_the_plain_head(
     assert gradients.keys() == theirs.keys()
     for name, value in theirs.items():
         assert float((gradients[name] - value).abs().max()) <= 5e-6 * float(value.abs().max()), name
-    assert [one.loss for one in stats] == pytest.approx([one.loss for one in expected], abs=1e-6)
+    # A loss near 4 has float32 steps of 2.4e-7, and the order of a sum is the processor's own.
+    assert [one.loss for one in stats] == pytest.approx([one.loss for one in expected], rel=2e-6, abs=1e-6)
     for sample, packed_values in before.items():
         ours, other = (
             torch.frombuffer(bytearray(one), dtype=torch.float64) for one in (proximal[sample], packed_values)
