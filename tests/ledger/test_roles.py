@@ -141,7 +141,10 @@ def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(
     assert asked(ledger.url(DAEMON), tmp_path) == StartFinding("ledger", "")
     for role in ("scavenger_read", "scavenger_contents"):
         problem = asked(ledger.url(role), tmp_path).problem
-        assert f"the role {role} may not write rows of alembic_version (and of {len(metadata.tables)} more tables)" in problem
+        assert (
+            f"the role {role} may not write rows of alembic_version (and of {len(metadata.tables)} more tables)"
+            in problem
+        )
         assert "name the daemon's own role" in problem
 
 

@@ -67,7 +67,9 @@ def test_a_query_reads_views_alone_so_that_a_reader_s_role_is_enough(name: str) 
     sql = queries.load(name)
     assert sql.startswith("-- ")
     tables = {word.strip("(),;") for line in sql.splitlines() for word in _after_from(line)}
-    assert all(table.startswith("v_") or table in {"held", "chosen", "SELECT", ""} for table in tables), tables
+    assert all(table.startswith("v_") or table in {"held", "chosen", "SELECT", ""} for table in tables), (
+        tables
+    )
 
 
 def _after_from(line: str) -> list[str]:
