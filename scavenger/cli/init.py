@@ -43,12 +43,6 @@ OF_OWN_MODEL = frozenset(
 )
 
 
-#: Of a run that `--tiny` does not write.
-OF_OWN_MODEL = frozenset(
-    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb"}
-)
-
-
 def init(
     context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="where the files go; its name is the run's")] = Path(),
