@@ -35,7 +35,7 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
-# For a terminal view of the daemon, whose code is not here yet.
+# scavenger/top.
 TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
@@ -88,6 +88,8 @@ EXTRAS = {
         "ruff>=0.6",
         "scipy>=1.13",
         "setuptools>=77",
+        "mkdocs-material>=9.6",  # the documentation's site (mkdocs.yml), and its versions
+        "mike>=2.1",
     ],
 }
 
