@@ -55,6 +55,8 @@ EXTRAS = {
     "top": TOP,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
+    # The client alone; the server, `mlflow`, is the site's.
+    "mlflow": ["mlflow-skinny>=3"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
