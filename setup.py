@@ -35,7 +35,7 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
-# For a terminal view of the daemon, whose code is not here yet.
+# scavenger/top.
 TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
@@ -55,6 +55,8 @@ EXTRAS = {
     "top": TOP,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
+    # The client alone; the server, `mlflow`, is the site's.
+    "mlflow": ["mlflow-skinny>=3"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
@@ -88,6 +90,8 @@ EXTRAS = {
         "ruff>=0.6",
         "scipy>=1.13",
         "setuptools>=77",
+        "mkdocs-material>=9.6",  # the documentation's site (mkdocs.yml), and its versions
+        "mike>=2.1",
     ],
 }
 

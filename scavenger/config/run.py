@@ -631,6 +631,12 @@ class MonitorSection(Section):
     """W&B's project. The W&B run is `run.name`, for all attempts."""
     wandb_entity: str = ""
     """W&B's team. Empty: the user's own."""
+    mlflow: str = ""
+    """URI of an MLflow tracking server, `http://HOST:PORT` (extra `[mlflow]`). Empty: none. MLflow gets what W&B gets; a
+    token comes from `MLFLOW_TRACKING_TOKEN`, never from this file. One MLflow run for all attempts: its tag `scavenger.run`
+    is `run.name`."""
+    mlflow_experiment: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
+    """MLflow's experiment. It is made where it does not exist."""
     mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02
     """The log warns of a step whose `mismatch_k3` (the mean of trainer against engines) is above this
     ([training.md](training.md#figures)). 0: never."""

@@ -43,6 +43,9 @@ EVAL = {"eval_sampled": 0.5, "eval_greedy": 0.75}
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the extra [tensorboard] is not installed"
 )
+needs_mlflow = pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install mlflow"
+)
 needs_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is None, reason="the extra [wandb] is not installed"
 )
@@ -244,7 +247,12 @@ def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(
     assert chosen(config(tmp_path)) == []
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    for monitor, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for monitor, extra in (
+        ({"tensorboard": True}, "tensorboard"),
+        ({"wandb": "offline"}, "wandb"),
+        ({"mlflow": "http://127.0.0.1:5000"}, "mlflow"),
+    ):
         with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]"):
             chosen(config(tmp_path, **monitor))
 
@@ -344,6 +352,35 @@ def test_w_and_b_offline(tmp_path: Path) -> None:
     wanted = [*(f"train/{name}" for name in METRICS), *(f"eval/{name}" for name in EVAL), "context_length"]
     assert [name for name in wanted if name.encode() not in data] == []
     assert b"owner.key" not in data
+
+
+@needs_mlflow
+def test_mlflow_has_one_run_for_all_attempts_and_no_secret(tmp_path: Path) -> None:
+    """The real one, on a database of its own; a tracking server is the same code behind HTTP."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    plain = config(tmp_path, mlflow=uri).model_dump(exclude_unset=True)
+    secret = {"reward": {"function": "judge:reward", "options": {"api_key": "SECRET-1"}}}
+    for attempt, steps in ((1, (1, 2)), (2, (2, 3))):
+        (sink,) = chosen(RunConfig.model_validate({**plain, **secret}))
+        for step in steps:
+            sink.write(MonitorEntry("train", step, attempt, float(step), {"reward": step + attempt / 10}))
+        sink.close()
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("scavenger").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["reward.function"] == "judge:reward"
+    assert "SECRET" not in str(run.to_dictionary())
+    assert "owner.key" not in str(run.to_dictionary())
+    history = client.get_metric_history(run.info.run_id, "train/reward")
+    assert [(one.step, one.value) for one in history] == [(1, 1.1), (2, 2.1), (2, 2.2), (3, 3.2)]
+
+
+@needs_mlflow
+def test_an_mlflow_server_that_does_not_reply_is_an_error_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"monitor\.mlflow = nowhere://x"):
+        chosen(config(tmp_path, mlflow="nowhere://x"))
 
 
 def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int = 0) -> messages.DoneSample:

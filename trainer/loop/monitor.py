@@ -3,8 +3,9 @@
 Owns the sinks. Two need nothing installed: one JSON line an entry in `metrics.jsonl`, and on standard output a progress display where
 that is a terminal, else one plain line a step. Floats are written with all their digits, so two runs can be compared bit by bit.
 
-Sinks that need an extra: TensorBoard (`[tensorboard]`) and W&B (`[wandb]`). A missing package is an error before the run starts; a sink
-that fails later is left, aloud, and the run goes on. W&B's key is W&B's own business (`wandb login`): none stands in run.toml.
+Sinks that need an extra: TensorBoard (`[tensorboard]`), W&B (`[wandb]`) and MLflow (`[mlflow]`). A missing package is an error before
+the run starts; a sink that fails later is left, aloud, and the run goes on. Keys are the services' own business (`wandb login`,
+`MLFLOW_TRACKING_TOKEN`): none stands in run.toml.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ def chosen(config: RunConfig) -> list[Sink]:
         sinks.append(TensorBoard(config.run.out_dir))
     if config.monitor.wandb != "off":
         sinks.append(WeightsAndBiases(config))
+    if config.monitor.mlflow:
+        sinks.append(MLflow(config))
     return sinks
 
 
-#: Of run.toml, what W&B never sees: where our key lies, and what people pass to code of theirs, an API key perhaps.
+#: Of run.toml, what W&B and MLflow never see: where our key lies, and what people pass to code of theirs, an API key perhaps.
 WITHHELD: Any = {
     "run": {"key": True},
     "reward": {"options": True, "functions": {"__all__": {"options"}}},
@@ -129,6 +132,80 @@ class WeightsAndBiases:
             self._run.finish()
         except self._failures as error:
             raise SinkFailed(f"wandb: {error}") from error
+
+
+class MLflow:
+    """One MLflow run for all attempts, found by its tag `scavenger.run`. Its parameters are those that the first attempt began with.
+
+    Source of the bounds: MLflow's REST API (100 parameters, 1,000 metrics a batch; 6,000 characters a value).
+    """
+
+    name = "mlflow"
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+            from mlflow.exceptions import MlflowException
+        except ImportError as error:
+            raise ConfigError(
+                "monitor.mlflow needs mlflow", 'install it: pip install ".[mlflow]" in a clone'
+            ) from error
+        monitor, run = config.monitor, config.run
+        self._metric: Any = Metric
+        self._failures = (OSError, MlflowException)
+        try:
+            self._client: Any = MlflowClient(tracking_uri=monitor.mlflow)
+            experiment = self._client.get_experiment_by_name(monitor.mlflow_experiment)
+            place = (
+                experiment.experiment_id
+                if experiment is not None
+                else self._client.create_experiment(monitor.mlflow_experiment)
+            )
+            known = self._client.search_runs([place], f"tags.`scavenger.run` = '{run.name}'", max_results=1)
+            if known:
+                self._run = known[0].info.run_id
+                self._client.update_run(self._run, status="RUNNING")
+            else:
+                begun = self._client.create_run(place, run_name=run.name, tags={"scavenger.run": run.name})
+                self._run = begun.info.run_id
+                flat = flattened(config.model_dump(mode="json", exclude=WITHHELD))
+                values = [Param(key, str(value)[:6000]) for key, value in flat.items()]
+                for first in range(0, len(values), 100):
+                    self._client.log_batch(self._run, params=values[first : first + 100])
+        except self._failures as error:
+            raise ConfigError(
+                f"monitor.mlflow = {monitor.mlflow}: {error}",
+                "is it the URI of a tracking server (http://HOST:PORT), and does it reply?",
+            ) from error
+
+    def write(self, entry: MonitorEntry) -> None:
+        now_ms = round(entry.at * 1000)
+        named = {"attempt": float(entry.attempt)} | {
+            f"{entry.kind}/{name}": value for name, value in entry.metrics.items()
+        }
+        try:
+            self._client.log_batch(
+                self._run,
+                metrics=[self._metric(name, value, now_ms, entry.step) for name, value in named.items()],
+            )
+        except self._failures as error:
+            raise SinkFailed(f"mlflow: {error}") from error
+
+    def close(self) -> None:
+        try:
+            self._client.set_terminated(self._run)
+        except self._failures as error:
+            raise SinkFailed(f"mlflow: {error}") from error
+
+
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= flattened(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 @dataclass(frozen=True, slots=True)

@@ -462,6 +462,7 @@ def _out_dir(config: RunConfig, model: ModelFacts | None) -> str:
     for name, wanted in (
         ("tensorboard", config.monitor.tensorboard),
         ("wandb", config.monitor.wandb != "off"),
+        ("mlflow", bool(config.monitor.mlflow)),
     ):
         if wanted and importlib.util.find_spec(name) is None:
             raise ConfigError(
