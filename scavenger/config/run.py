@@ -138,12 +138,16 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _environment(self) -> DataSection:
-        if self.environment and (self.path is not None or self.model_fields_set & {"task"}):
+        # A default that a file states, as `scavenger config show` writes it, says nothing.
+        said = {
+            key
+            for key in self.model_fields_set
+            if getattr(self, key) != DataSection.model_fields[key].get_default(call_default_factory=True)
+        }
+        if self.environment and (self.path is not None or "task" in said):
             raise ValueError("environment brings its own tasks: leave out task and path")
         if not self.environment and (
-            named := sorted(
-                key for key in self.model_fields_set if key.startswith(("environment_", "episode_"))
-            )
+            named := sorted(key for key in said if key.startswith(("environment_", "episode_")))
         ):
             raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
         return self
