@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import getpass
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from scavenger.config import DaemonConfig
 from scavenger.doctor.facts import SiteRequirements
 from scavenger.doctor.findings import SiteFinding
 from scavenger.errors import ConfigError
+from scavenger.host.user import user_name
 from scavenger.parsing import whole
 
 
@@ -38,12 +38,12 @@ def wanted_of(settings: DaemonConfig) -> SiteRequirements:
         c.poll_interval_s,
         c.fast_poll_interval_s,
         c.absent_s,
-        c.engines_user or getpass.getuser(),
+        c.engines_user or user_name(),
         settings.daemon.listen,
         settings.daemon.advertise,
         socket.gethostname(),
         pinned=h.placement == "node" and not h.constraint,
-        daemon_user=getpass.getuser(),
+        daemon_user=user_name(),
         shared=settings.daemon.public_dir is not None,
     )
 

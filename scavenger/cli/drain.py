@@ -7,7 +7,6 @@ Boundary: one subcommand.
 
 from __future__ import annotations
 
-import getpass
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import typer
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, DaemonUnavailable
+from scavenger.host.user import user_name
 
 
 def drain(
@@ -75,7 +75,7 @@ def drain(
 
 
 def _who(reason: str) -> str:
-    return f"{getpass.getuser()}{f': {reason}' if reason else ''}"
+    return f"{user_name()}{f': {reason}' if reason else ''}"
 
 
 def _nodes(state_dir: Path, nodes: Sequence[str], *, now: bool, off: bool, reason: str, gone: str) -> None:

@@ -7,7 +7,6 @@ Boundary: one subcommand.
 
 from __future__ import annotations
 
-import getpass
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from scavenger import config, toml
 from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
+from scavenger.host.user import user_name
 from scavenger.protocol import key_requests, keys
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _name_is_free(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bo
         print(f"  ok       run.name: {name}, {note}")
         return True
     print("  REFUSED  run.name")
-    for line in (problem or name_taken(name, getpass.getuser(), folder)).splitlines():
+    for line in (problem or name_taken(name, user_name(), folder)).splitlines():
         print(f"           {line}")
     return False
 
@@ -346,7 +346,7 @@ def _ask_slurm(partition: str) -> Proposal:
     from scavenger.doctor import collect, proposal
     from scavenger.doctor.facts import Missing, SiteRequirements
 
-    user = getpass.getuser()
+    user = user_name()
     try:
         return proposal.propose(collect.gather(SiteRequirements(partition, user=user)), user, partition)
     except Missing as missing:
@@ -376,7 +376,7 @@ def _site(
     host: dict[str, object] = {}
     if beside.is_file() and not path.exists():
         host = json.loads(_prepare(["host", str(beside.parent)], Path(), quiet=True))
-    for written in keys.init_state(state_dir, getpass.getuser()):
+    for written in keys.init_state(state_dir, user_name()):
         print(f"wrote {written}")
     if path.exists():
         print(f"left {path} as it is")

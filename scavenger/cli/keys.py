@@ -5,13 +5,13 @@ Boundary: one subcommand.
 
 from __future__ import annotations
 
-import getpass
 from typing import Annotated
 
 import typer
 
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.host.user import user_name
 from scavenger.protocol import keys
 
 app = typer.Typer(no_args_is_help=True, help="Change keys while jobs run.")
@@ -40,7 +40,7 @@ def rotate_owner(
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
     """Give the owner of this state directory a new key pair; the old one is accepted until `retire`."""
-    owner = name or getpass.getuser()
+    owner = name or user_name()
     written = keys.rotate_owner(config.read_daemon(config_path).daemon.state_dir, owner)
     print(f"wrote {written}; when no job uses the old key any more: scavenger keys retire {owner}")
 

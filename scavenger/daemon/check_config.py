@@ -7,7 +7,6 @@ Owns the order of the checks and their words; each asks the part that the daemon
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import LedgerError, ScavengerError, StartFinding
 from scavenger.harvest.decide.decide import Submit
 from scavenger.harvest.execute.job_script import job_spec, read_template
+from scavenger.host.user import user_name
 from scavenger.ledger import queries, schema, store
 from scavenger.ledger.read import reader
 from scavenger.protocol import keys
@@ -257,7 +257,7 @@ def _ledger(config: DaemonConfig) -> str:
     for place in (path, folder) if path.exists() else (folder,):  # its log and index lie beside it
         if not os.access(place, os.W_OK):
             raise LedgerError(
-                f"the ledger {path} cannot be written: {getpass.getuser()} may not write {place}",
+                f"the ledger {path} cannot be written: {user_name()} may not write {place}",
                 "check its owner and mode",
             )
     if why := store.volatile(config.ledger_url):
@@ -319,7 +319,7 @@ def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
         f", and a daemon would not start with it: see REFUSED below ({', '.join(refused)})" if refused else ""
     )
     said = [f"{path} is well-formed{verdict}. It means:"]
-    said += [f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname())]
+    said += [f"  {line}" for line in explain(config, user_name(), socket.gethostname())]
     said.append("A daemon that starts with it now:")
     for finding in findings:
         said += [

@@ -9,7 +9,6 @@ so a daemon may go, come back, or have its ledger replaced. Knows nothing of wha
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import time
@@ -25,6 +24,7 @@ from scavenger.config import DaemonConfig
 from scavenger.daemon.ownership import process_there
 from scavenger.errors import DaemonUnavailable, LedgerError, ScavengerError
 from scavenger.harvest import limits as harvest_limits
+from scavenger.host.user import user_name
 from scavenger.ledger import queries, store
 from scavenger.ledger.read import tokens
 from scavenger.ledger.read.reader import reading
@@ -170,13 +170,13 @@ class SiteFeed:
         if not self._state_dir.is_dir():
             return f"the state directory {self._state_dir} is not on this host"
         if not os.access(self._state_dir, os.W_OK | os.X_OK):
-            return f"{getpass.getuser()} may not write to {self._state_dir}: ask as the daemon's user"
+            return f"{user_name()} may not write to {self._state_dir}: ask as the daemon's user"
         return ""
 
     def drain(self, node: str, *, off: bool) -> str:
         if why := self.may_not_drain():
             raise ScavengerError(f"nothing was drained: {why}")
-        who = f"{getpass.getuser()} (scavenger top)"
+        who = f"{user_name()} (scavenger top)"
         try:
             if not node:
                 return self._drain_all(who, off=off)

@@ -16,7 +16,7 @@ from trainer import tiny
 from trainer.tasks import sort
 
 HIDDEN, LAYERS = 64, 2
-STEPS = 20
+STEPS = 30
 #: A prompt, a completion, and a little more.
 CONTEXT_TOKENS = 2 * sort.DIGITS + 4
 
@@ -51,7 +51,7 @@ context_length = {CONTEXT_TOKENS}
 
 [data]
 task = "sort"                       # built in: "305712>" is answered by "012357"
-prompts_per_step = 16
+prompts_per_step = 32
 samples_per_prompt = 8
 
 [sampling]
@@ -65,7 +65,7 @@ max_batch = 64
 function = "trainer.tasks.sort:closeness"
 
 [optimizer]
-lr = 1e-2
+lr = 5e-3
 warmup_steps = 2
 
 [reserved]

@@ -62,7 +62,7 @@ def test_files_that_are_there_stay_and_an_unknown_site_is_said(
 def test_options_that_it_would_ignore_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["init", str(tmp_path / "first"), "--tiny", *words], terminal_width=200)
     assert done.exit_code == 2
-    assert said in done.output
+    assert said in " ".join(done.output.replace("│", "").split())
     assert not (tmp_path / "first").exists()
 
 
@@ -98,4 +98,4 @@ def test_it_learns_within_its_steps(site: Path, tmp_path: Path) -> None:
     lines = (folder / "out" / "local" / "metrics.jsonl").read_text().splitlines()
     rewards = [one["reward"] for one in map(json.loads, lines) if one["kind"] == "train"]
     assert len(rewards) == smallest.STEPS
-    assert sum(rewards[-3:]) / 3 > 1.5 * rewards[0], rewards
+    assert sum(rewards[-5:]) / 5 > 1.5 * sum(rewards[:3]) / 3, rewards
