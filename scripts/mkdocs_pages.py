@@ -15,7 +15,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "project/"
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/policies.md", "benchmarks/policies-live.md")
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/policies.md",
+    "benchmarks/policies-live.md",
+)
 #: The README is the site's first page, in other words.
 ELSEWHERE = {"README.md": "index.md", "AGENTS.md": f"{PREFIX}CONTRIBUTING.md"}
 
