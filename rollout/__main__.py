@@ -20,12 +20,14 @@ import asyncio  # noqa: E402
 import secrets  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Mapping, Sequence  # noqa: E402
+from collections.abc import Coroutine, Mapping, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import NoReturn, TypeVar  # noqa: E402
 
 import structlog  # noqa: E402
 
+from rollout.headless import HeadlessNode, HeadlessOptions  # noqa: E402
+from rollout.nodes import of_environment  # noqa: E402
 from rollout.worker import Options, RolloutWorker  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
@@ -34,9 +36,10 @@ from scavenger.protocol.worker.events import (  # noqa: E402
     EXIT_CANNOT_START,
     EXIT_ENGINE_FAILED,
     EXIT_REFUSED,
-    EndWorker,
     WorkerIdentity,
 )
+
+T = TypeVar("T")
 
 
 class AnotherRelease(ConfigError):
@@ -76,7 +79,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=0.0,
         help="what this user's engines on a node may fetch together; 0: any",
     )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        help="nodes of this job that are one engine; srun starts one process on each",
+    )
     arguments = parser.parse_args(argv)
+    if arguments.nodes > 1 and arguments.kind != "harvested":
+        parser.error("--nodes is for harvested engines: a reserved one lies on one node")
     if arguments.slot and arguments.kind != "reserved":
         parser.error("--slot is for reserved engines: a harvested one is known by its job")
     return arguments
@@ -102,7 +113,7 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> W
         incarnation=_number(environment, "SCAVENGER_RESTART_COUNT", 0),
         job_id=_number(environment, "SCAVENGER_JOB_ID", 0),
         node=environment.get("SCAVENGER_NODE") or socket.gethostname(),
-        gpus=_number(environment, "SCAVENGER_GPUS", 1),
+        gpus=_number(environment, "SCAVENGER_GPUS", 1) * arguments.nodes,
         engine=arguments.engine,
         code_version=__version__,
         pid=os.getpid(),
@@ -134,10 +145,9 @@ def _configure_log() -> None:
     )
 
 
-def _run(options: Options) -> EndWorker:
+def _run(work: Coroutine[object, object, T]) -> T:
     # Not asyncio.run: that waits for threads, and the import or the forward pass in them may take longer than we have.
-    loop = asyncio.new_event_loop()
-    return loop.run_until_complete(RolloutWorker(options).run())
+    return asyncio.new_event_loop().run_until_complete(work)
 
 
 def check_code(wanted: str) -> None:
@@ -158,14 +168,22 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     _configure_log()
     try:
         check_code(arguments.code)
+        here = of_environment(arguments.nodes, environment) if arguments.nodes > 1 else None
+        keypair = read_keypair(arguments.key)
+        if here is not None and here.place > 0:
+            node = environment.get("SLURMD_NODENAME") or socket.gethostname()
+            return _run(
+                HeadlessNode(HeadlessOptions(here, keypair, node, arguments.pull_mb_per_s * 1e6)).run()
+            )
         options = Options(
             state_dir=arguments.state_dir,
-            keypair=read_keypair(arguments.key),
+            keypair=keypair,
             identity=identity(arguments, environment),
             pull_nbytes_per_s=arguments.pull_mb_per_s * 1e6,
             started_at=STARTED_AT,
+            here=here,
         )
-        end = _run(options)
+        end = _run(RolloutWorker(options).run())
     except ScavengerError as error:
         print(f"rollout: {error}", file=sys.stderr)
         # Only another release is no node's fault. A key that cannot be read may lie on a file system that only this node has not mounted.

@@ -22,15 +22,18 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import structlog
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from rollout.engines.base import Engine, EngineHost, Weight
+from rollout import fetching
+from rollout.engines.base import Engine, EngineHost
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
+from rollout.fetching import Pulled
+from rollout.node_link import FurtherNodes
+from rollout.nodes import JobNode
 from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair, read_rendezvous, secure
@@ -69,10 +72,7 @@ from scavenger.protocol.worker.events import (
     WorkerTick,
 )
 from scavenger.protocol.worker.session import Session
-from scavenger.weights import manifest as manifests
 from scavenger.weights.engine_store import Store
-from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import NodePace
 
 _log = structlog.get_logger(__name__)
@@ -212,24 +212,7 @@ class Options:
     pull_s: float = 120.0
     pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
     started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
-
-
-@dataclass(slots=True)
-class _Pulled:
-    """A version whose every byte was verified, on its way into the engine."""
-
-    weights: messages.UseWeights
-    manifest: Manifest
-    blob: Buffer
-    base: tuple[Manifest, Buffer] | None  # what adapters are merged with
-    pull_s: float
-    verify_s: float
-    chosen: str  # whole or as deltas, and why
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the engine reads to load it, its base's among them."""
-        return self.manifest.total_nbytes + (self.base[0].total_nbytes if self.base is not None else 0)
+    here: JobNode | None = None  # of an engine over several nodes, whose first one this is
 
 
 class RolloutWorker:
@@ -246,7 +229,7 @@ class RolloutWorker:
         self._builder = builder
         self._clock = clock
         self._inbox: asyncio.Queue[WorkerEvent] = asyncio.Queue()
-        self._commands: asyncio.Queue[WorkerAction | _Pulled] = asyncio.Queue()
+        self._commands: asyncio.Queue[WorkerAction | Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
         pace = NodePace(options.pull_nbytes_per_s)
@@ -258,6 +241,7 @@ class RolloutWorker:
             pace=pace,
             on_fault=self._cannot_serve,
         )
+        self._further: FurtherNodes | None = None  # of an engine over several nodes
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
@@ -273,6 +257,9 @@ class RolloutWorker:
         self._main = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
+        if self._options.here is not None:
+            self._further = FurtherNodes(self._options.here, self._options.keypair, self._node_lost)
+            self._further.open()
         # The import takes longer than the connection: both at once. Its errors appear again at Build, which reports them.
         preload = loop.run_in_executor(None, self._preload)
         self._tasks.append(self._spawn(self._drive_engine(), EngineCrashed))
@@ -285,6 +272,8 @@ class RolloutWorker:
             for task in (*self._tasks, self._connecting, self._pulling, self._ahead):
                 if task is not None:
                     task.cancel()
+            if self._further is not None:
+                await self._further.close()
             if self._engine is not None:
                 await self._engine.close()
             self._link.close(LINGER_MS)
@@ -385,7 +374,7 @@ class RolloutWorker:
                 await self._add(self._engine, command)
             elif isinstance(command, Abort):
                 await self._engine.abort(command.handles)
-            elif isinstance(command, _Pulled):
+            elif isinstance(command, Pulled):
                 await self._load(self._engine, command)
             elif isinstance(command, SleepEngine):
                 await self._engine.sleep()
@@ -408,7 +397,10 @@ class RolloutWorker:
             ) from error
         imported = self._clock()
         me = self._options.identity
-        self._engine = await build(spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved"))
+        nodes = await self._further.start(spec, me.run, me.gpus) if self._further is not None else None
+        self._engine = await build(
+            spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved", nodes=nodes)
+        )
         info = self._engine.info()
         if info.device:
             # It needs torch, which the engine has loaded by now.
@@ -425,6 +417,11 @@ class RolloutWorker:
             build_s=round(self._clock() - imported, 3),
         )
         self._tasks.append(self._spawn(self._generate(self._engine), EngineCrashed))
+
+    def _node_lost(self, reason: str) -> None:
+        """One of the engine's further nodes: the engine cannot go on without it."""
+        _log.error("engine.node_lost", reason=reason)
+        self._inbox.put_nowait(EngineCrashed(reason))
 
     async def _add(self, engine: Engine, command: Add) -> None:
         try:
@@ -467,27 +464,31 @@ class RolloutWorker:
         pulled = await self._fetched(weights, self._clock())
         _log.info("weights.pulled_ahead", version=weights.version, pull_s=round(pulled.pull_s, 4))
 
-    async def _fetched(self, weights: messages.UseWeights, began: float) -> _Pulled:
-        manifest, base, verify_s = manifests.decode(weights.manifest), None, 0.0
-        if manifest.adapter is not None:
-            base = await self._store.get_base(manifest, weights, self._options.pull_s)
-            verify_s = self._store.verify_s
-            weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
-        blob = await self._store.get(manifest, weights, self._options.pull_s)
-        return _Pulled(
-            weights,
-            manifest,
-            blob,
-            base,
-            self._clock() - began,
-            verify_s + self._store.verify_s,
-            self._store.chosen,
-        )
+    async def _fetched(self, weights: messages.UseWeights, began: float) -> Pulled:
+        """Here, and meanwhile on the engine's further nodes."""
+        pull_s = self._options.pull_s
+        mine = fetching.fetch(self._store, weights, pull_s, began, self._clock)
+        if self._further is None:
+            return await mine
+        here, there = asyncio.create_task(mine), asyncio.create_task(self._further.fetch(weights, pull_s))
+        try:
+            pulled, _ = await asyncio.gather(here, there)
+            return pulled
+        finally:
+            here.cancel()
+            there.cancel()
 
-    async def _load(self, engine: Engine, pulled: _Pulled) -> None:
+    async def _load(self, engine: Engine, pulled: Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
         try:
+            if self._further is not None:
+                await self._further.place(version, pulled.manifest.root)
             merged = await _put_in(engine, pulled)
+            if self._further is not None:
+                await self._further.forget(version)
+        except WeightsError as error:
+            self._inbox.put_nowait(LoadFailed(version, describe(error)))
+            return
         except EngineError as error:
             failed = LoadFailed(version, describe(error), isinstance(error, WeightsDiffer), refused=True)
             # Before the failure is reported, so that the next try finds only weights that are as published.
@@ -516,28 +517,17 @@ class RolloutWorker:
         )
 
 
-async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:
+async def _put_in(engine: Engine, pulled: Pulled) -> bytes:
     """Load the version. Returns the digest of the engine's weights where the trainer states one (the two are equal), else b"".
 
     Raises `EngineError`; `WeightsDiffer` where the digests differ.
     """
     manifest = pulled.manifest
     if not manifest.merged:
-        await engine.load(manifest.version, _views(pulled))
+        await engine.load(manifest.version, fetching.views(pulled))
         return b""
     from rollout.engines import merging  # needs torch, which the engine has loaded by now
 
-    found = await engine.load(manifest.version, _views(pulled), summed=True)
+    found = await engine.load(manifest.version, fetching.views(pulled), summed=True)
     merging.refuse_other(manifest, found)
     return found
-
-
-def _views(pulled: _Pulled) -> list[Weight]:
-    """All weights of the version: its own, or its base's with its adapters merged as they are read. Raises `EngineError`."""
-    own = manifests.views_in(pulled.manifest, pulled.blob)
-    if pulled.base is None:
-        return [*own]
-    from rollout.engines import merging  # needs torch, which the engine has loaded by now
-
-    base, blob = pulled.base
-    return merging.views(pulled.manifest, own, base, blob.view, blob)

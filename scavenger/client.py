@@ -297,6 +297,7 @@ class Client(Connection):
             run.poison_after,
             run.on_poison,
             config.weights.encrypt,
+            run.nodes_per_engine,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

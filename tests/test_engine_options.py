@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from scavenger.router.core.state import RouterLimits
 from tests.router.harness import SPEC, Bench, open_body
 from tests.router.moves import W1
 from trainer.prepare import engines
+from trainer.serving import adapters_beside_base
 
 
 @pytest.mark.parametrize("name", sorted(engine_options.OWNED))
@@ -77,6 +79,60 @@ def test_the_daemon_refuses_the_run_before_anything_is_submitted(
     if not opened:
         assert isinstance(answer, Denied)
         assert "engine.vllm.scheduler_cls" in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("most", "harvest", "opened"), [(1, True, False), (2, True, False), (3, True, True), (1, False, True)]
+)
+def test_a_run_whose_engines_take_more_nodes_than_the_site_allows_is_refused(
+    most: int, harvest: bool, opened: bool
+) -> None:
+    bench = Bench(limits=RouterLimits(max_nodes_per_engine=most))
+    answer = bench.call(replace(open_body(harvest=harvest), nodes_per_engine=3))
+    assert ("r" in bench.router.core.runs) is opened
+    if opened:
+        (wanted,) = bench.router.demand(bench.now)
+        assert (wanted.nodes_per_engine, wanted.gpus) == (3, 3 * wanted.gpus_per_engine)
+    else:
+        assert isinstance(answer, Denied)
+        assert f"run.nodes_per_engine = 3, and this site starts engines of {most} at most" in answer.reason
+
+
+def _run(engine: dict[str, Any], **more: Any) -> RunConfig:
+    run = {
+        "name": "r",
+        "seed": 1,
+        "steps": 1,
+        "state_dir": "s",
+        "out_dir": "o",
+        "gpus_per_engine": 4,
+        "nodes_per_engine": 2,
+    }
+    document = {"run": run, "model": {"path": "m", "context_length": 64}, "sampling": {"max_tokens": 8}}
+    return RunConfig.model_validate(document | {"engine": engine} | more)
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "said"),
+    [
+        ({"name": "reference"}, {}, 'needs engine.name = "vllm": the reference engine computes on one node'),
+        ({"name": "vllm", "vllm": {"pipeline_parallel_size": 3}}, {}, "must divide the engine's 8 GPUs"),
+        ({"name": "vllm"}, {"lora": {"rank": 8, "serve": "unmerged"}}, 'needs lora.serve = "merged"'),
+    ],
+)
+def test_what_cannot_span_nodes_is_refused_with_the_configuration(
+    engine: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        _run(engine, **more)
+
+
+def test_the_gpus_of_all_nodes_are_one_engine_s() -> None:
+    config = _run({"name": "vllm", "vllm": {"pipeline_parallel_size": 2}})
+    assert config.run.engine_gpus == 8
+    assert adapters_beside_base(
+        _run({"name": "vllm"}, lora={"rank": 8, "targets": ["q_proj"]}), "{}", "cuda"
+    ) == (False, "merged: an engine over several nodes merges")
 
 
 def test_options_that_cannot_be_read_are_refused() -> None:

@@ -38,7 +38,7 @@ def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> t
         layers,
         config.sampling.max_tokens / 2,
         device,
-        config.run.gpus_per_engine,
+        config.run.engine_gpus,
     )
     found = serving(setting)
     return found.unmerged, found.reason
@@ -47,6 +47,8 @@ def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> t
 def _impossible(config: RunConfig) -> str:
     if config.engine.name != "vllm":
         return f"the engine {config.engine.name!r} merges"
+    if config.run.nodes_per_engine > 1:
+        return "an engine over several nodes merges"
     if config.lora.rank > MOST_RANK:
         return f"vLLM keeps adapters of rank {MOST_RANK} at most beside their base"
     if config.algorithm.router_replay:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
 from scavenger.protocol.worker.events import Delta, Request
 
@@ -48,11 +49,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineHost:
-    """What the worker's job gives its engine. `sleeps`: it shares its GPUs with a training job and is told to sleep."""
+    """What the worker's job gives its engine. `gpus`: on all of its nodes. `sleeps`: it shares its GPUs with a training job and is told to
+    sleep. `nodes`: of an engine over several, how they find each other."""
 
     run: str = ""
     gpus: int = 1
     sleeps: bool = False
+    nodes: EngineNodes | None = None
 
 
 def refuse_impossible(request: Request, context_length: int, vocab_size: int) -> None:

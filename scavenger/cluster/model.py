@@ -17,6 +17,11 @@ JobId = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
+def nodes_in(text: str) -> tuple[str, ...]:
+    """The nodes of one job, as `","`-joined text names them; () for ""."""
+    return tuple(text.split(",")) if text else ()
+
+
 class JobState(StrEnum):
     """Base job states, spelled as Slurm spells them."""
 

@@ -42,8 +42,12 @@ class RunSection(Section):
     max_engines: NonNegative = 64
     """Harvested engines of this run at most. The daemon's `harvest.max_engines` applies too."""
     gpus_per_engine: Positive = 1
-    """GPUs of one harvested job, on one node. vLLM uses all of them (tensor parallel), the reference engine
-    one."""
+    """GPUs of one harvested engine on each of its nodes. vLLM uses all of them (tensor parallel), the reference
+    engine one."""
+    nodes_per_engine: Positive = 1
+    """Nodes of one harvested engine: one job of so many nodes, with `gpus_per_engine` GPUs on each. vLLM only. The
+    site allows it with `harvest.max_nodes_per_engine`. The network between the nodes decides the speed:
+    `engine.vllm.pipeline_parallel_size` set to the number of nodes keeps tensor parallelism within a node."""
     poison_after: Positive = 3
     """A sample is given up when engines failed on it on so many different nodes, or three times as often on
     fewer."""
@@ -53,6 +57,11 @@ class RunSection(Section):
     key: Path | None = None
     """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key` where there is one, else the user's
     own, which `scavenger join` makes."""
+
+    @property
+    def engine_gpus(self) -> int:
+        """Of one harvested engine, on all of its nodes."""
+        return self.gpus_per_engine * self.nodes_per_engine
 
 
 class EmbeddedSection(Section):
@@ -723,6 +732,8 @@ class RunConfig(Section):
             raise ValueError(
                 "run.harvest = false needs reserved.workers >= 1: without harvested engines reserved ones must generate"
             )
+        if self.run.nodes_per_engine > 1:
+            self._spans_nodes()
         if self.algorithm.router_replay:
             self._replays()
         if (
@@ -739,6 +750,22 @@ class RunConfig(Section):
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"
             )
         return self
+
+    def _spans_nodes(self) -> None:
+        nodes, stages = self.run.nodes_per_engine, self.engine.vllm.get("pipeline_parallel_size", 1)
+        if self.engine.name != "vllm":
+            raise ValueError(
+                f'run.nodes_per_engine = {nodes} needs engine.name = "vllm": the {self.engine.name} engine computes on one node'
+            )
+        if self.lora.rank and self.lora.serve == "unmerged":
+            raise ValueError(
+                f'run.nodes_per_engine = {nodes} needs lora.serve = "merged": adapters are put beside their base on one node only'
+            )
+        if isinstance(stages, int) and stages > 0 and self.run.engine_gpus % stages:
+            raise ValueError(
+                f"engine.vllm.pipeline_parallel_size = {stages} must divide the engine's {self.run.engine_gpus} GPUs "
+                f"(run.nodes_per_engine = {nodes} nodes of run.gpus_per_engine = {self.run.gpus_per_engine})"
+            )
 
     def _replays(self) -> None:
         if self.trainer.context_parallel > 1:

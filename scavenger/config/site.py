@@ -264,6 +264,9 @@ class HarvestSection(Section):
     """Jobs of the daemon that may be pending at once, requeued ones included."""
     max_gpus_per_node: NonNegative | None = None
     """GPUs of one node at most that the daemon's jobs are allocated. None: no such limit."""
+    max_nodes_per_engine: Positive = 1
+    """Nodes of one engine at most (`run.nodes_per_engine`). A run whose engines need more gets none. On a cluster
+    without Slurm (`cluster.backend = "local"`) it must be 1."""
     max_gpus_by_partition: dict[str, NonNegative] = {}
     """GPUs at most that the daemon's jobs are allocated on the nodes of each of the other partitions: `{ a100 = 8 }`.
     It bounds what starts; engines over a limit that was lowered stay until they end."""
@@ -318,9 +321,10 @@ class HarvestSection(Section):
     """`node`: the daemon submits each job for the node with the smallest gap that it fits into
     (`--nodelist`), so that headroom and limits hold on each node. `slurm`: Slurm chooses the node."""
     cpus_per_engine: Positive = 1
-    """`--cpus-per-task` of a job, and its `OMP_NUM_THREADS`. At most its GPUs' share of the node's CPUs."""
+    """`--cpus-per-task` of a job, and its `OMP_NUM_THREADS`. At most its GPUs' share of the node's CPUs. An engine of
+    several nodes has so many on each."""
     memory_mb_per_engine: NonNegative = 0
-    """`--mem` of a job in mebibytes. A node where that is more than the share of the job's GPUs is not used.
+    """`--mem` of a job in mebibytes, on each of its nodes. A node where that is more than the share of the job's GPUs is not used.
     0: that share. Set what an engine needs: where the share exceeds Slurm's `MaxMemPerCPU`, Slurm adds CPUs
     for it."""
     gpu_type: str = ""
@@ -478,6 +482,15 @@ class DaemonConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_fit_the_backend(self) -> DaemonConfig:
+        nodes = self.harvest.max_nodes_per_engine
+        if self.cluster.backend == "local" and nodes > 1:
+            raise ValueError(
+                f'harvest.max_nodes_per_engine = {nodes} needs Slurm, and cluster.backend = "local" starts a job\'s processes on one node'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _proxies_are_whole(self) -> DaemonConfig:
         c = self.cluster
         proxied = c.submit_socket is not None
@@ -540,6 +553,7 @@ LIVE = frozenset(
         "harvest.max_gpus_by_type",
         "harvest.max_gpus_per_node",
         "harvest.max_gpus_per_user",
+        "harvest.max_nodes_per_engine",
         "harvest.max_pending",
         "harvest.max_preemptions_per_hour",
         "harvest.memory_mb_per_engine",

@@ -74,6 +74,7 @@ def limits(config: DaemonConfig) -> list[tuple[str, str, str]]:
         ("harvest.max_pending", of(h.max_pending), "of them, those that wait in the queue"),
         ("harvest.standby_jobs", of(h.standby_jobs), "jobs more that wait to be told where to begin"),
         ("harvest.max_gpus_per_node", of(h.max_gpus_per_node), "GPUs of ours on one node"),
+        ("harvest.max_nodes_per_engine", of(h.max_nodes_per_engine), "nodes of one engine, in one job"),
         (
             "harvest.max_gpus_by_partition",
             each(h.max_gpus_by_partition),
@@ -218,11 +219,13 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
     )
     if c.view_socket:
         said.append(f"queue     read by {c.view_socket}, as its user sees it")
+    most = h.max_nodes_per_engine
+    nodes = f" on each of run.nodes_per_engine nodes ({most} at most)" if most > 1 else ""
     return [
         *said,
         f"harvest   partition {h.partition}, backend {c.backend}; at most {h.max_engines} engines, {h.max_pending} of them pending; "
         f"{h.headroom_gpus} idle GPUs are always left alone",
-        f"job       run.gpus_per_engine GPUs, {', '.join(asks)}; {h.time_limit_s / 3600:g} h at most; "
+        f"job       run.gpus_per_engine GPUs{nodes}, {', '.join(asks)}; {h.time_limit_s / 3600:g} h at most; "
         f"runs {h.python or 'the Python of the daemon'}",
         f"polls     every {c.poll_interval_s:g} s, every {c.fast_poll_interval_s:g} s while something "
         f"is expected, never closer than {c.min_poll_interval_s:g} s; "

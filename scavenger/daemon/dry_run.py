@@ -50,7 +50,9 @@ def lines(config: DaemonConfig, view: ClusterView, decision: HarvestDecision, no
             yield f"  would submit a standby job (no GPU until it is released, then {action.gpus}): {action.reason}"
         elif isinstance(action, Submit):
             where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
-            yield f"  would submit a job of {action.gpus} GPU{'s' if action.gpus > 1 else ''} to {action.partition}{where}: {action.reason}"
+            size = f"{action.gpus} GPU{'s' if action.gpus > 1 else ''}"
+            size += f" on each of {action.nodes} nodes" if action.nodes > 1 else ""
+            yield f"  would submit a job of {size} to {action.partition}{where}: {action.reason}"
 
 
 def run(

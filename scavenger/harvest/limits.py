@@ -124,6 +124,7 @@ def limits_of(
             max_pending=harvest.max_pending,
             max_gpus=harvest.max_gpus if hours is None or hours.max_gpus is None else hours.max_gpus,
             max_gpus_per_node=harvest.max_gpus_per_node,
+            max_nodes_per_engine=harvest.max_nodes_per_engine,
             max_gpus_per_user=harvest.max_gpus_per_user,
             max_preemptions_per_hour=harvest.max_preemptions_per_hour,
             by_partition=tuple(sorted(harvest.max_gpus_by_partition.items())),

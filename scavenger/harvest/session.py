@@ -140,7 +140,7 @@ class HarvestSession:
         self.waits = OtherUsersWaits(rules.user)
         self.steers = True  # whether Slurm lets us release a standby job: without that there are none
         self._mint = mint
-        self._decided_on: tuple[tuple[int, int, int], ...] = ()  # the demand of the last decision
+        self._decided_on: tuple[tuple[int, int, int, int], ...] = ()  # the demand of the last decision
         self._owners: dict[
             int, str
         ] = {}  # by run that ever wanted engines: those of one that ended leave later
@@ -225,7 +225,7 @@ class HarvestSession:
         """Carry out all of it, unless it no longer holds between two starts. Raises `ClusterError` when Slurm does not answer, or refuses
         a cancellation: what is left is decided afresh."""
         yield from self._cancel_orphaned(orphaned_jobs, now)
-        asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
+        asked = [[d.run, d.engines, d.gpus] for d in demand]
         inputs = as_json(
             {"decision": decision.reason, "demand": asked, "start_benefits": decision.start_benefits}
         )
@@ -320,9 +320,15 @@ class HarvestSession:
                 yield Report([rec.Event("run_name_refused", action.run_id, repr(action.run), why, "{}", now)])
             return True
         intent_id, public_key = self._mint(action.run)
-        pinned = action.nodelist[0] if action.nodelist else ""
         intended = rec.JobIntended(
-            intent_id, action.run_id, action.partition, action.gpus, public_key, now, pinned
+            intent_id,
+            action.run_id,
+            action.partition,
+            action.gpus * action.nodes,
+            public_key,
+            now,
+            ",".join(action.nodelist),
+            action.nodes,
         )
         committed = yield Commit([intended, _decided(action, intent_id, inputs, now)])
         self.tracker.intend(intended, committed.now, standby=action.standby)
@@ -366,8 +372,8 @@ def _decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Dec
     return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
 
 
-def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine) for d in demand))
+def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine, d.nodes_per_engine) for d in demand))
 
 
 def as_json(value: Any) -> str:

@@ -311,7 +311,8 @@ class WorkerLeft(Record, frozen=True):
 
 
 class JobIntended(Record, frozen=True):
-    """Written before the submission, so that no job of ours is ever unknown. `pinned`: the one node that it is for; "": Slurm chooses."""
+    """Written before the submission, so that no job of ours is ever unknown. `gpus`: on all of its `nodes`. `pinned`: the nodes that it is
+    for, joined by ","; "": Slurm chooses."""
 
     intent_id: str
     run_id: int
@@ -320,6 +321,7 @@ class JobIntended(Record, frozen=True):
     worker_key: str
     at: float
     pinned: str = ""
+    nodes: int = 1
 
 
 class JobSubmitted(Record, frozen=True):
@@ -349,7 +351,9 @@ class JobEnded(Record, frozen=True):
 
 
 class AllocationStarted(Record, frozen=True):
-    """A harvested job got its GPUs; `(intent_id, restart_count)` names the allocation."""
+    """A harvested job got its GPUs; `(intent_id, restart_count)` names the allocation. `gpus`: on all of its nodes, which `node` names,
+    joined by ",".
+    """
 
     intent_id: str
     restart_count: int

@@ -364,7 +364,8 @@ jobs = Table(
     _int("restart_count"),
     _maybe_time("observed_at"),
     _maybe_time("ended_at"),
-    _text("pinned"),  # the node that it was submitted for; "": Slurm chooses
+    _text("pinned"),  # the nodes that it was submitted for, joined by ','; "": Slurm chooses
+    _int("nodes", server_default="1"),
     Index("ix_jobs_ended", "ended_at"),
     Index("ix_jobs_job", "job_id"),
 )

@@ -222,7 +222,8 @@ def start_benefit(benefit: Benefit, life: SurvivalCurve, share: float) -> StartB
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
+    """What a run could use now: `engines` harvested ones, of `gpus_per_engine` on each of `nodes_per_engine` nodes. `reason` explains
+    the number.
 
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
     where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
@@ -238,6 +239,12 @@ class Demand:
     benefit: Benefit | None = None
     owner: str = ""
     owner_gpus: int | None = None
+    nodes_per_engine: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Of one engine, on all of its nodes."""
+        return self.gpus_per_engine * self.nodes_per_engine
 
 
 def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | None]) -> list[Demand]:
@@ -253,12 +260,10 @@ def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | Non
             continue
         its = [want for want in demand if want.owner == owner]
         given |= {want.run_id: 0 for want in its}
-        while fitting := [
-            want for want in its if given[want.run_id] < want.engines and want.gpus_per_engine <= left
-        ]:
+        while fitting := [want for want in its if given[want.run_id] < want.engines and want.gpus <= left]:
             chosen = min(fitting, key=lambda want: (given[want.run_id], want.run_id))
             given[chosen.run_id] += 1
-            left -= chosen.gpus_per_engine
+            left -= chosen.gpus
     return [
         _cut(replace(want, owner_gpus=most_gpus(want.owner)), given.get(want.run_id, want.engines))
         for want in demand

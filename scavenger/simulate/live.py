@@ -165,10 +165,21 @@ def our_jobs(view: ClusterView) -> list[OurJob]:
     found = []
     for job in view.jobs:
         if NAMED.fullmatch(job.name) and (job.waits or job.has_gpus_allocated):
-            node = job.nodes[0] if job.nodes else ""
             held = held_back(job) if job.waits else ""
+            n_nodes = max(1, job.n_nodes)
             found.append(
-                OurJob(job.name, RUN, job.job_id, job.gpus, job.waits, node, held, connected=True, leases=1)
+                OurJob(
+                    job.name,
+                    RUN,
+                    job.job_id,
+                    job.gpus,
+                    job.waits,
+                    ",".join(job.nodes),
+                    held,
+                    connected=True,
+                    leases=1,
+                    n_nodes=n_nodes,
+                )
             )
     return found
 

@@ -101,6 +101,11 @@ class SimulationPlan:
 def of_run(config: RunConfig, model: Model, gpu: GpuDatasheet, assumed: RunAssumptions) -> SimulationPlan:
     """The plan of a `run.toml`. `most_engines` is 0 where the run may not harvest."""
     each = config.run.gpus_per_engine
+    if config.run.nodes_per_engine > 1:
+        raise ConfigError(
+            f"run.nodes_per_engine = {config.run.nodes_per_engine}: the simulated fleet has engines of one node",
+            "simulate with 1; how fast an engine over several nodes decodes has not been measured",
+        )
     if assumed.reserved_gpus < 1:
         raise ConfigError(
             f"{assumed.reserved_gpus} reserved GPUs",

@@ -65,13 +65,14 @@ def _holders_of(
 
 
 class Store:
-    """`address` gives the interface on which others reach this process; it may fail, and then nothing is served."""
+    """`address` gives the interface on which others reach this process; it may fail, and then nothing is served. None: nothing is
+    to be served."""
 
     def __init__(
         self,
         keypair: KeyPair,
         say: Callable[[messages.Serving], None],
-        address: Callable[[], str],
+        address: Callable[[], str] | None,
         *,
         limits: TransferLimits | None = None,
         announce_s: float = ANNOUNCE_S,
@@ -280,6 +281,8 @@ class Store:
 
         What the run wants is told beside the sources: a disk, or the memory of a neighbour, does not show it.
         """
+        if self._address is None:
+            return None
         again = (
             self._withdrawn(self._source)
             if self._source is not None and weights.encrypt and not self._encrypted

@@ -161,8 +161,8 @@ WHERE workers.worker_id = :p_worker_id;
 
 -- JobIntended
 INSERT INTO jobs (intent_id, run_id, partition, gpus, worker_key, intended_at, job_id, last_state, flags, reason, node,
-    restart_count, pinned)
-VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned);
+    restart_count, pinned, nodes)
+VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned, :p_nodes);
 
 -- JobSubmitted
 UPDATE jobs

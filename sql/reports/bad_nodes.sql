@@ -14,10 +14,12 @@ failed AS (
     FROM numbered
     GROUP BY node
 ),
-jobs AS (SELECT node, count(*) AS allocations FROM v_gpu_allocations GROUP BY node),
 runs AS (SELECT node, count(DISTINCT NULLIF(run_id, 0)) AS runs FROM v_engine_deaths GROUP BY node),
 held AS (SELECT node, count(*) AS quarantines, max(CASE WHEN released_at IS NULL THEN until_at END) AS until_at FROM v_node_quarantines GROUP BY node),
-named AS (SELECT node FROM failed UNION SELECT node FROM held)
+named AS (SELECT node FROM failed UNION SELECT node FROM held),
+-- An allocation of several nodes names them all, joined by ','.
+jobs AS (SELECT m.node, count(*) AS allocations FROM named m JOIN v_gpu_allocations a
+         ON a.node = m.node OR ',' || a.node || ',' LIKE '%,' || m.node || ',%' GROUP BY m.node)
 SELECT m.node, COALESCE(f.failures, 0) AS failures, COALESCE(j.allocations, 0) AS allocations, COALESCE(u.runs, 0) AS runs_that_failed,
        COALESCE(h.quarantines, 0) AS quarantines, CAST(CASE WHEN h.until_at > n.unix_s THEN h.until_at END AS bigint) AS quarantined_until_unix_s,
        CAST(f.last_at AS bigint) AS last_failure_unix_s, COALESCE(f.codes, '') AS last_exit_codes, COALESCE(f.reasons, '') AS last_reasons

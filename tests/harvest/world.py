@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec, JobState, PreemptMode
@@ -105,6 +105,9 @@ class World:
     clock: Callable[[], float] = time.time
     uid: str = UID  # of its ledger
     lives: Callable[[], Sequence[WorkerLife]] = tuple  # engines that the router knows of
+    backend: Literal["local", "slurm"] = (
+        "local"  # as the configuration says it; the cluster is `site` in any case
+    )
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +121,7 @@ class World:
         path.write_text(template)
         return DaemonConfig(
             daemon=DaemonSection(state_dir=self.state_dir),
-            cluster=ClusterSection(backend="local", local_dir=self.local_dir, absent_s=0.3, **self.pace),
+            cluster=ClusterSection(backend=self.backend, local_dir=self.local_dir, absent_s=0.3, **self.pace),
             harvest=HarvestSection(
                 **{"standby_jobs": 0, "job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}
             ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from rollout.engines.base import EngineHost, EngineInfo, Weight
+from rollout.nodes import JobNode
 from rollout.worker import Options, RolloutWorker
 from scavenger.errors import EngineError
 from scavenger.protocol import keys, messages
@@ -103,12 +105,13 @@ class Scripted:
 class Stage:
     """A worker in this process, its engine, and the daemon that it talks to."""
 
-    def __init__(self, tmp_path: Path, limits: WorkerLimits) -> None:
+    def __init__(self, tmp_path: Path, limits: WorkerLimits, here: JobNode | None = None) -> None:
         self.path = tmp_path
         self.engine = Scripted()
         self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
         self.source = WeightServer()
-        options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
+        who = WHO if here is None else replace(WHO, gpus=here.nodes)
+        options = Options(tmp_path, ME, who, limits, pull_s=2.0, started_at=time.monotonic(), here=here)
         self.rollout = RolloutWorker(options, builder=lambda _name: self.build)
         self.worker = asyncio.create_task(self.rollout.run())
 

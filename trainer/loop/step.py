@@ -333,7 +333,7 @@ class Stepper:
 
     def _capacity(self, now: float) -> Capacity:
         return Capacity(
-            self._ranks.size, self._config.run.gpus_per_engine, self._config.reserved.gpus_per_engine, now
+            self._ranks.size, self._config.run.engine_gpus, self._config.reserved.gpus_per_engine, now
         )
 
     def _submit(

@@ -329,6 +329,14 @@ def _engine(config: RunConfig) -> str:
 def _divides(config: RunConfig) -> None:
     """Raises `ConfigError` where vLLM could not cut the model's attention over an engine's GPUs."""
     heads = int(models.read_json(config.model.path / "config.json", "").get("num_attention_heads") or 0)
+    stages = config.engine.vllm.get("pipeline_parallel_size", 1)
+    nodes = config.run.nodes_per_engine
+    if nodes > 1 and heads % (ranks := config.run.engine_gpus // (stages if isinstance(stages, int) else 1)):
+        raise ConfigError(
+            f"run.nodes_per_engine = {nodes} of {config.run.gpus_per_engine} GPUs: the model has {heads} attention heads, which vLLM "
+            f"cannot cut into {ranks} equal parts",
+            f"set engine.vllm.pipeline_parallel_size = {nodes}: each node then has whole layers",
+        )
     for key, gpus in (("run", config.run.gpus_per_engine), ("reserved", config.reserved.gpus_per_engine)):
         if heads % gpus:
             fine = [count for count in (1, 2, 4, 8) if heads % count == 0]
@@ -386,7 +394,7 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         reference and not lora.rank,
         bool(config.reserved.workers) and config.engine.name == "vllm",
         config.engine.gpu_memory_share,
-        config.run.gpus_per_engine,
+        config.run.engine_gpus,
         config.reserved.gpus_per_engine,
         longest * (config.data.samples_per_prompt if exact else 1),
         0 if exact else trainer.head_chunk_tokens,

@@ -87,7 +87,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
 def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Path]:
     gpu = torch.cuda.is_available()
     values, layout, config = setup.checked_config(spec)
-    folder = setup.prepare_environment(gpu)
+    folder = setup.prepare_environment(gpu, host)
     try:
         (folder / "config.json").write_text(json.dumps(values))
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -275,7 +275,7 @@ class VllmEngine:
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
         with await self._in_thread(MemoryFiles, views) as memory:
-            given = (memory.paths, memory.table, memory.merges)
+            given = (memory.paths, memory.table, memory.merges, version)
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from rollout.engines.base import EngineHost, Weight
 from rollout.engines.merging import FileMerge, Merged
 from rollout.engines.published import PublishedLayout, layout, parse_config
 from rollout.engines.vllm.names import KNOWN_EXPERTS
-from rollout.engines.vllm.worker import FOLDER, PARENT
+from rollout.engines.vllm.worker import FOLDER, NODE, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import EngineSpec
@@ -58,8 +59,12 @@ CPU_ENVIRONMENT = {
 }
 
 
-def prepare_environment(gpu: bool) -> Path:
+def prepare_environment(gpu: bool, host: EngineHost | None = None) -> Path:
     """Set what vLLM reads when it is imported, in this process and hence in its children; returns the engine's private folder."""
+    nodes = host.nodes if host is not None else None
+    if nodes is not None:
+        os.environ[NODE] = str(nodes.place)
+        os.environ.setdefault("VLLM_HOST_IP", own_address(nodes.address, nodes.port))
     for name, value in (ENVIRONMENT | ({} if gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     base = tempfile.gettempdir()
@@ -67,6 +72,14 @@ def prepare_environment(gpu: bool) -> Path:
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     os.environ[PARENT] = str(os.getpid())
     return folder
+
+
+def own_address(first: str, port: int) -> str:
+    """This node's address on the way to the engine's first node: vLLM's own guess is the way to the internet."""
+    family = socket.AF_INET6 if ":" in first else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((first, port))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
 
 
 def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, Any]:
@@ -149,13 +162,17 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
                 'set lora.serve = "merged"',
             )
         chosen |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    spread = host.nodes.arguments() if host.nodes is not None else {}
+    if spread and host.gpus % spread["nnodes"]:
+        raise EngineError(f"{host.gpus} GPUs do not lie equally on the engine's {spread['nnodes']} nodes")
     if gpu:
+        chosen |= spread
         return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager} | options
     chosen["distributed_executor_backend"] = (
         "uni" if host.gpus == 1 else "mp"
     )  # "uni": one process less than vLLM's choice
     own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
-    return chosen | own | options | {"enforce_eager": True}
+    return chosen | own | options | spread | {"enforce_eager": True}
 
 
 def _refuse_unseen_experts(spec: EngineSpec, options: dict[str, Any], gpu: bool) -> None:

@@ -9,6 +9,7 @@ Boundary: code that runs inside vLLM's own processes.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import multiprocessing
 import os
@@ -37,6 +38,8 @@ from scavenger.errors import describe
 _log = structlog.get_logger(__name__)
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
+NODE = "SCAVENGER_ENGINE_NODE"  # of an engine over several nodes: which one this is, the first is 0
+BESIDE = "weights.json"  # in the private folder of a further node: where a version lies in that node's memory
 PROBE_ROWS = 512
 _SINKS = ".sinks"
 
@@ -125,7 +128,11 @@ class Extension:
                 self._read[name] = list(boxes)  # the whole: no share is anything else that is not kept
 
     def scavenger_load(
-        self, paths: Sequence[str], table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
+        self,
+        paths: Sequence[str],
+        table: Sequence[TensorRow],
+        merges: Mapping[str, FileMerge] | None = None,
+        version: int = 0,
     ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums, int]:
         """Replace all weights in place by those of memory files, tensor by tensor: at most one layer lies twice on the device.
 
@@ -134,8 +141,10 @@ class Extension:
         Returns the checksums of its share of what was published, in the engine's types, of experts one an expert; of what this rank holds
         now; which modules are fused of which; the checksums of its share as it was published; those by which it is found again later
         (`scavenger_held`); and how many bytes it read. Of layers that vLLM quantises, "now" is before it does: what was published must have
-        come whole.
+        come whole. On a further node of its engine the files are that node's own, where the same version was pulled and verified.
         """
+        if os.environ.get(NODE, "0") != "0":
+            paths, table, merges = placed_beside(version, table)
         with unwrapped(self.model_runner.get_model()) as model:
             return self._load(model, paths, table, merges or {})
 
@@ -270,6 +279,27 @@ class Extension:
         if not self.scavenger_routed:
             self.scavenger_routed = {}
         self.scavenger_routed.setdefault(request, {}).update(enumerate(rows, first))
+
+
+def placed_beside(
+    version: int, first: Sequence[TensorRow]
+) -> tuple[list[str], list[TensorRow], dict[str, FileMerge]]:
+    """Where this node has the version that the first node loads: files, table, merges. Raises `ValueError` where it is another one."""
+    with open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], BESIDE), encoding="utf-8") as file:
+        found = json.load(file)
+    table: list[TensorRow] = [(row[0], *_file_row(row[1:])) for row in found["table"]]
+    if found["version"] != version or [row[0] for row in table] != [row[0] for row in first]:
+        raise ValueError(f"the engine loads version {version}, and this node has version {found['version']}")
+    merges: dict[str, FileMerge] = {
+        name: (dtype, scale, [_file_row(row) for row in rows])
+        for name, (dtype, scale, rows) in found["merges"].items()
+    }
+    return found["paths"], table, merges
+
+
+def _file_row(row: Sequence[Any]) -> FileRow:
+    dtype, shape, file, offset, nbytes = row
+    return dtype, shape, file, offset, nbytes
 
 
 def record_routing(runner: Any, note: Callable[[str, int, Sequence[bytes]], None], width: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from scavenger.cluster.model import nodes_in
 from scavenger.policy.idle_gpus import Idle
 
 
@@ -77,7 +78,8 @@ class OurJob:
 
     `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
-    it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
+    it runs; `pinned`: the node that it was submitted for, "" when Slurm chooses; of an engine of several nodes (`n_nodes`) all of them,
+    joined by ",". `gpus`: on all of them. `since`: when it came to wait, or to run (Unix s).
     `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known. `started_at`: when Slurm started it
     where it runs (Unix s), 0 while it waits. `returned`: why it is not to be there: it had left for good, and Slurm put it back; or "".
     """
@@ -101,11 +103,22 @@ class OurJob:
     owner: str = ""
     started_at: float = 0.0
     returned: str = ""
+    n_nodes: int = 1
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Where it runs."""
+        return (self.node,) if self.n_nodes == 1 and self.node else nodes_in(self.node)
+
+    @property
+    def gpus_on_node(self) -> int:
+        """On each of its nodes: they share its GPUs equally."""
+        return self.gpus // self.n_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """How much may be harvested. `None`: no limit."""
+    """How much may be harvested. `None`: no limit. `max_nodes_per_engine`: an engine of more nodes is not started."""
 
     max_engines: int
     max_pending: int
@@ -115,6 +128,7 @@ class Caps:
     max_preemptions_per_hour: int | None = None
     by_partition: tuple[tuple[str, int], ...] = ()  # GPUs of ours on the nodes of other partitions
     by_type: tuple[tuple[str, int], ...] = ()  # the same of GRES types
+    max_nodes_per_engine: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +250,8 @@ class Limits:
 class Submit:
     """One job for one engine. `nodelist` empty: Slurm chooses among the partition's nodes less `exclude`.
 
-    `cpus`, `memory_mb`: at most its GPUs' share of the node's; 0: as configured. `most_s`: what its time limit may be at most; 0: no such.
+    `gpus`, `cpus`, `memory_mb`: on each of its `nodes`; the latter two at most its GPUs' share of the node's; 0: as configured.
+    `most_s`: what its time limit may be at most; 0: no such.
     """
 
     run_id: int
@@ -253,6 +268,7 @@ class Submit:
     most_s: float = 0.0
     standby: bool = False  # it begins where and when it is released
     owner: str = ""  # of the run, as the job's comment says it
+    nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)

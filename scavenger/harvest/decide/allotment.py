@@ -55,7 +55,7 @@ def allot(
     turns = dict.fromkeys(runs_of, 0)
     while most > 0:
         for d in wanted:
-            if d.gpus_per_engine > gpus:
+            if d.gpus > gpus:
                 left[d.run_id] = 0
         asking = [owner for owner, runs in runs_of.items() if any(left[d.run_id] for d in runs)]
         if not asking:
@@ -70,21 +70,36 @@ def allot(
         left[d.run_id] -= 1
         given[d.run_id] += 1
         turns[owner] += 1
-        most, gpus = most - 1, gpus - d.gpus_per_engine
+        most, gpus = most - 1, gpus - d.gpus
     return given
 
 
 def placeable(demand: Sequence[Demand], view: ClusterView, limits: Limits) -> list[Demand]:
-    """The demand, of which a run wants no engine where no node of the partition has GPUs for one: others take no turn behind it."""
+    """The demand, of which a run wants no engine that the partition's nodes cannot hold or that the site does not allow: others take no
+    turn behind it."""
     partition = view.partition(limits.partition)
     if partition is None:
         return list(demand)
-    largest = max((node.gpus for node in view.nodes if node.name in partition.nodes), default=0)
-    why = f"no node of partition {limits.partition} has the {{}} GPUs of an engine"
+    gpus = [node.gpus for node in view.nodes if node.name in partition.nodes]
     return [
-        d if d.gpus_per_engine <= largest else replace(d, engines=0, reason=why.format(d.gpus_per_engine))
-        for d in demand
+        replace(d, engines=0, reason=why) if (why := _unplaceable(d, gpus, limits)) else d for d in demand
     ]
+
+
+def _unplaceable(d: Demand, gpus_of_nodes: Sequence[int], limits: Limits) -> str:
+    """Why no engine of this run can ever start; "" where one can. `gpus_of_nodes`: GPUs of each node of the partition, taken or not."""
+    most, nodes = limits.caps.max_nodes_per_engine, d.nodes_per_engine
+    if nodes > most:
+        return f"run.nodes_per_engine = {nodes}, and harvest.max_nodes_per_engine = {most}"
+    large = sum(gpus >= d.gpus_per_engine for gpus in gpus_of_nodes)
+    if large >= nodes:
+        return ""
+    of = (
+        f"no node of partition {limits.partition} has"
+        if nodes == 1
+        else f"{large} nodes of partition {limits.partition} have"
+    )
+    return f"{of} the {d.gpus_per_engine} GPUs of an engine{f' on each of its {nodes} nodes' if nodes > 1 else ''}"
 
 
 def allot_within_reach(
@@ -109,7 +124,11 @@ def allot_within_reach(
     # First as if any engine might go that is where its owner may start, then with those alone that go.
     only = _nodes_of(rules, free())
     allotted, vacate = plain, frozenset[str]()
-    going = [job for job in staying if job.run_id not in bounded or job.node in only.get(job.owner, ())]
+    going = [
+        job
+        for job in staying
+        if job.run_id not in bounded or only.get(job.owner, frozenset()).issuperset(job.nodes)
+    ]
     for _ in range(2):
         kept = Counter(job.run_id for job in staying) - Counter(job.run_id for job in going)
         reach = _Reach(free(), only, kept, [*leaving, *going], others_wait, limits)
@@ -119,7 +138,7 @@ def allot_within_reach(
     rest = [replace(d, engines=d.engines - allotted[d.run_id]) for d in wanted]
     gpus = limits.caps.max_gpus
     if gpus is not None:
-        gpus -= sum(allotted[d.run_id] * d.gpus_per_engine for d in wanted)
+        gpus -= sum(allotted[d.run_id] * d.gpus for d in wanted)
     more = allot(rest, most - sum(allotted.values()), gpus, shares)
     return Allotment({run_id: n + more[run_id] for run_id, n in allotted.items()}, vacate)
 
@@ -155,8 +174,8 @@ class _Reach:
         shut = {*free.closed, *free.booked}
         self._going: Counter[str] = Counter()
         for job in going:
-            if job.node not in shut:
-                self._going[job.node] += job.gpus
+            for name in set(job.nodes) - shut:
+                self._going[name] += job.gpus_on_node
         for job in waiting:
             if pinned := waits_for(job, limits):
                 free.promise(pinned, job.gpus)
@@ -170,17 +189,26 @@ class _Reach:
             self._kept[d.run_id] -= 1
             return True
         only, gpus = self._only[d.owner], d.gpus_per_engine
-        if self._free.take(gpus, self._job.cpus, self._job.memory_mb, None, only) is not None:
+        nodes = d.nodes_per_engine
+        if self._free.take(gpus, self._job.cpus, self._job.memory_mb, None, only, nodes) is not None:
             return True
-        node = next((name for name in sorted(only) if self._going[name] >= gpus), None)
-        if node is None:
+        given_up = [name for name in sorted(only) if self._going[name] >= gpus][:nodes]
+        if len(given_up) < nodes:
             return False
-        self._going[node] -= gpus
-        self.vacate.add(node)
+        for name in given_up:
+            self._going[name] -= gpus
+        self.vacate.update(given_up)
         return True
 
 
 def worth(job: OurJob, vacate: frozenset[str]) -> tuple[bool, bool, bool, int, float, str]:
     """Sorts what to keep first: engines before pending jobs, those whose node no other job needs, the most leases, the least long idle;
     known jobs before lost submissions."""
-    return (job.waits, job.node in vacate, job.job_id == 0, -job.leases, -job.idle_since, job.intent_id)
+    return (
+        job.waits,
+        not vacate.isdisjoint(job.nodes),
+        job.job_id == 0,
+        -job.leases,
+        -job.idle_since,
+        job.intent_id,
+    )

@@ -237,7 +237,8 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
     for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
         want = by_run.get(job.run_id)
         fits = job.intent_id not in over_cap
-        if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0 and fits:
+        same = want is not None and (job.gpus, job.n_nodes) == (want.gpus, want.nodes_per_engine)
+        if want is not None and same and left[job.run_id] > 0 and fits:
             left[job.run_id] -= 1
             if not (job.waits and (preempted or near)):
                 continue
@@ -251,10 +252,10 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
             code, why = HarvestCode.PER_PARTITION, over_cap[job.intent_id]
         elif want is None:
             code, why = HarvestCode.NO_DEMAND, "its run has no demand"
-        elif job.gpus != want.gpus_per_engine:
+        elif not same:
             code, why = (
                 HarvestCode.WRONG_SIZE,
-                f"it has {job.gpus} GPUs and run {want.run} wants {want.gpus_per_engine} per engine",
+                f"it has {_size(job.gpus, job.n_nodes)} and run {want.run} wants {_size(want.gpus, want.nodes_per_engine)} per engine",
             )
         else:
             code, why = (
@@ -272,18 +273,28 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
     return [*reversed(pending), *reversed(engines)]
 
 
+def _size(gpus: int, nodes: int) -> str:
+    return f"{gpus} GPUs on {nodes} nodes" if nodes > 1 else f"{gpus} GPUs"
+
+
 def _over_cap(facts: DecisionFacts, jobs: Sequence[OurJob]) -> dict[str, str]:
     """Of jobs that wait for one node: those with which we would hold more than a cap allows, and why."""
     found: dict[str, str] = {}
     for words, names, most in cap_groups(facts.view, facts.limits):
-        held = sum(job.gpus for job in facts.engines if not job.waits and job.node in names)
+        held = sum(_gpus_in(job, job.nodes, names) for job in facts.engines if not job.waits)
         for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
-            if job.waits and waits_for(job, facts.limits) in names and job.intent_id not in found:
-                if held + job.gpus > most:
+            gpus = _gpus_in(job, waits_for(job, facts.limits), names) if job.waits else 0
+            if gpus and job.intent_id not in found:
+                if held + gpus > most:
                     found[job.intent_id] = f"it waits for a node {words}: {held} GPUs of ours are there"
                 else:
-                    held += job.gpus
+                    held += gpus
     return found
+
+
+def _gpus_in(job: OurJob, nodes: Sequence[str], names: frozenset[str]) -> int:
+    """Of those that it has, or will have, on `nodes`: those that lie in a set of nodes."""
+    return job.gpus_on_node * sum(name in names for name in nodes)
 
 
 def _share(want: Demand, limits: Limits) -> str:
@@ -400,8 +411,8 @@ def _move(
             actions.append(
                 Release(
                     move.job.intent_id,
-                    place.node,
-                    f"{move.why}, and it can start on {place.node} now",
+                    place.name,
+                    f"{move.why}, and it can start on {place.name} now",
                     HarvestCode.FRESH,
                 )
             )
@@ -496,11 +507,7 @@ class _Drafts:
         """The limit that one more job for `want` would break, if any. One in the place of another breaks none that more jobs than are
         allowed exceed already: engines that were preempted together wait together, more of them than `max_pending`."""
         limits = self.limits
-        one, gpus = (
-            (0, want.gpus_per_engine - instead_of.gpus)
-            if instead_of is not None
-            else (1, want.gpus_per_engine)
-        )
+        one, gpus = (0, want.gpus - instead_of.gpus) if instead_of is not None else (1, want.gpus)
         if one and self._engines + one > limits.caps.max_engines:
             return (
                 HarvestCode.MAX_ENGINES,
@@ -525,7 +532,7 @@ class _Drafts:
         self, want: Demand, instead_of: OurJob | None = None
     ) -> tuple[HarvestCode, str] | None:
         """The limit of the run's owner, if one more job for `want` would break it."""
-        gpus = want.gpus_per_engine - (instead_of.gpus if instead_of is not None else 0)
+        gpus = want.gpus - (instead_of.gpus if instead_of is not None else 0)
         replaced = instead_of is not None and gpus <= 0
         if replaced or want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
             return None
@@ -553,6 +560,7 @@ class _Drafts:
             limits.job.memory_mb,
             self._start_benefits.young(want),
             self._owner_nodes.get(want.owner),
+            want.nodes_per_engine,
         )
 
     def _excluded(self, want: Demand, place: NodeChoice) -> tuple[str, ...]:
@@ -561,8 +569,8 @@ class _Drafts:
         doubted = self.limits.restrictions.doubted & self._free.nodes.keys()
         only = self._owner_nodes.get(want.owner)
         barred = frozenset[str]() if only is None else self._inside - only
-        barred |= self._free.capped_beside(place.node) & self._inside
-        return tuple(sorted(self._exclude | barred | (set() if place.node in doubted else doubted)))
+        barred |= self._free.capped_beside(place.nodes) & self._inside
+        return tuple(sorted(self._exclude | barred | (doubted if doubted.isdisjoint(place.nodes) else set())))
 
     def uncount(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
@@ -580,13 +588,14 @@ class _Drafts:
         standby_job = self._standby_jobs.take(want) if self._wants_oldest_job(place) else None
         if standby_job is None:
             return self.draft(want, place, now)
-        self._count(1, want.gpus_per_engine, want.owner)
-        why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and other users are there too"
-        return Release(standby_job.intent_id, place.node, why)
+        self._count(1, want.gpus, want.owner)
+        why = f"run {want.run}: {want.reason}; {place.name} has the smallest gap that fits, and other users are there too"
+        return Release(standby_job.intent_id, place.name, why)
 
     def can_release_at(self, move: StandbyMove, place: NodeChoice) -> bool:
         """Whether a job that waits elsewhere can begin on `place` as it is."""
-        pinned = self._nodes.get(waits_for(move.job, self.limits))
+        waited = waits_for(move.job, self.limits)
+        pinned = self._nodes.get(waited[0]) if len(waited) == 1 else None
         if pinned is None or not move.ready or move.anyway or not self._wants_oldest_job(place):
             return False
         return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
@@ -602,7 +611,8 @@ class _Drafts:
         return (
             self.limits.placement.pin
             and self.limits.placement.standby_jobs > 0
-            and place.node in self._free.shared
+            and len(place.nodes) == 1
+            and place.nodes[0] in self._free.shared
             and place.until == float("inf")
         )
 
@@ -613,13 +623,18 @@ class _Drafts:
 
     def draft(self, want: Demand, place: NodeChoice, now: float, standby_s: float = 0.0) -> Submit:
         """A fresh job. `standby_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
-        limits, gpus = self.limits, want.gpus_per_engine
-        self._count(1, gpus, want.owner)
+        limits = self.limits
+        self._count(1, want.gpus, want.owner)
         why = f"run {want.run}: {want.reason}; {self._free.explain()}"
-        why += f"; {worth}" if (worth := self._start_benefits.why(want, place.node)) else ""
+        why += f"; {worth}" if (worth := self._start_benefits.why(want, place.nodes)) else ""
         most_s = 0.0
         if limits.placement.pin:
-            why = f"{why}; {place.node} has the smallest gap that fits"
+            gap = (
+                "has the smallest gap that fits"
+                if len(place.nodes) == 1
+                else "have the smallest gaps that fit"
+            )
+            why = f"{why}; {place.name} {gap}"
             most_s = place.until - now - limits.job.drain_before_s if place.until < float("inf") else 0.0
             least_s = min(most_s, limits.job.min_life_s - limits.job.drain_before_s)
             most_s = max(most_s - min(standby_s, most_s / 4), least_s)
@@ -630,15 +645,16 @@ class _Drafts:
             want.run_id,
             want.run,
             limits.partition,
-            gpus,
+            want.gpus_per_engine,
             why,
-            nodelist=(place.node,) if limits.placement.pin else (),
+            nodelist=place.nodes if limits.placement.pin else (),
             exclude=() if limits.placement.pin else self._excluded(want, place),
             engine=want.engine,
             cpus=place.cpus,
             memory_mb=place.memory_mb,
             most_s=most_s,
             owner=want.owner,
+            nodes=want.nodes_per_engine,
         )
 
 

@@ -27,6 +27,8 @@ from scavenger.harvest.decide.voluntary_preemption import drains_for_other_users
 Drain = CancelPending | DrainAllocated | Cancel
 #: Slurm's words for a node that its admin takes out of service while jobs still run there.
 _OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_requested"})
+#: When nothing begins on a node, and on which.
+_NEVER = (float("inf"), "")
 
 
 def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Drain]:
@@ -95,7 +97,7 @@ def _ending(
 ) -> list[Drain]:
     """Engines whose GPUs are not ours for long any more, whether other users want them or not."""
     engines = [job for job in staying if not job.waits]
-    where = {job.node for job in engines}
+    where = {name for job in engines for name in job.nodes}
     until = begins(view, now)
     # between two polls nothing is decided: what comes before the next one is now or too late
     soon_s = limits.job.drain_before_s + limits.yielding.horizon_s if limits.job.drain_before_s > 0 else 0.0
@@ -107,25 +109,27 @@ def _ending(
         if listed is not None and preempted_already(listed):
             continue  # Slurm has asked it already, and it is to keep its place in the queue
         ends_at = listed.end_time if listed is not None and listed.has_gpus_allocated else 0.0
-        begins_at = until.get(job.node, float("inf"))
+        begins_at, booked = min(((until.get(name, float("inf")), name) for name in job.nodes), default=_NEVER)
+        taken_out = next((name for name in job.nodes if name in out), "")
+        asked = next((name for name in job.nodes if name in drained), "")
         if begins_at - now <= soon_s:
             found.append(
                 _go(
                     job,
-                    f"a reservation begins on {job.node} in {max(0.0, begins_at - now):.0f} s",
+                    f"a reservation begins on {booked} in {max(0.0, begins_at - now):.0f} s",
                     HarvestCode.RESERVED,
                 )
             )
-        elif job.node in out:
+        elif taken_out:
             found.append(
                 _go(
                     job,
-                    f"{job.node} is taken out of service: {', '.join(sorted(out[job.node]))}",
+                    f"{taken_out} is taken out of service: {', '.join(sorted(out[taken_out]))}",
                     HarvestCode.NODE_DRAINED,
                 )
             )
-        elif job.node in drained:
-            found.append(_go(job, drained[job.node], HarvestCode.NODE_DRAINED))
+        elif asked:
+            found.append(_go(job, drained[asked], HarvestCode.NODE_DRAINED))
         elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
             found.append(
                 _go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", HarvestCode.ENDING)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from scavenger.cluster.model import ClusterView, Job, Node, Partition
+from scavenger.cluster.model import ClusterView, Job, Node, Partition, nodes_in
 from scavenger.harvest.decide.actions import Limits, OurJob, OwnerRule
 from scavenger.harvest.decide.other_users import (
     NOT_FOR_GPUS,
@@ -46,12 +46,17 @@ NO_MEMORY_MB = 64
 
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
-    """One engine's share of a node. `until`: when a reservation begins there, or a job that backfill plans (Unix s); inf: none is known."""
+    """One engine's share of a node, of several the same share of each. `until`: when a reservation begins on one of them, or a job that
+    backfill plans (Unix s); inf: none is known."""
 
-    node: str
+    nodes: tuple[str, ...]
     cpus: int
     memory_mb: int
     until: float
+
+    @property
+    def name(self) -> str:
+        return ",".join(self.nodes)
 
 
 @dataclass(slots=True)
@@ -115,16 +120,46 @@ class FreeCapacity:
         memory_mb: int,
         young: Mapping[str, int] | None = None,
         only: frozenset[str] | None = None,
+        n_nodes: int = 1,
     ) -> NodeChoice | None:
         """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least; on
         a doubted node only where no other fits. None, and `refused`, when there is none. `young`: GPUs of nodes that are not worth this
-        engine's start (`free_capacity.StartBenefits`). `only`: nodes that its owner may use."""
-        young, settling, barred = young or {}, 0, 0
+        engine's start (`free_capacity.StartBenefits`). `only`: nodes that its owner may use. `n_nodes`: so many different nodes, with
+        `gpus` GPUs on each; nothing is set aside where there are fewer."""
+        chosen: dict[str, tuple[int, int]] = {}
+        while len(chosen) < n_nodes:
+            best = self._best(gpus, cpus, memory_mb, young or {}, only, chosen)
+            if best is None:
+                for name, share in chosen.items():
+                    self._use(name, -gpus, -share[0], -share[1])
+                return None
+            name, share = best
+            self._use(name, gpus, *share)
+            chosen[name] = share
+        return NodeChoice(
+            tuple(chosen),
+            min(share[0] for share in chosen.values()),
+            min(share[1] for share in chosen.values()),
+            min(self.until.get(name, float("inf")) for name in chosen),
+        )
+
+    def _best(
+        self,
+        gpus: int,
+        cpus: int,
+        memory_mb: int,
+        young: Mapping[str, int],
+        only: frozenset[str] | None,
+        chosen: Mapping[str, tuple[int, int]],
+    ) -> tuple[str, tuple[int, int]] | None:
+        """The next node for an engine that has the `chosen` ones, and its CPUs and memory there."""
+        settling, barred = 0, 0
         best: tuple[bool, int, int, str] | None = None
         share = (cpus, memory_mb)
         for name, space in self.resources.items():
             if (
                 space.gpus < gpus
+                or name in chosen
                 or (best is not None and (name in self.doubted, space.gpus) > best[:2])
                 or not self._allowed(name, gpus)
             ):
@@ -145,27 +180,28 @@ class FreeCapacity:
             self.refused, self.settling = True, max(self.settling, settling)
             self.not_owners = max(self.not_owners, barred)
             return None
-        name = best[3]
-        self._use(name, gpus, *share)
-        return NodeChoice(name, *share, self.until.get(name, float("inf")))
+        return best[3], share
 
-    def fits(self, node: str, gpus: int, cpus: int, memory_mb: int) -> bool:
-        """Whether a job that waits for this very node can start there. Its idle GPUs are of no use where another user's job holds the
-        CPUs or the memory. `cpus`, `memory_mb`: as configured."""
-        space = self.resources.get(node)
-        if space is None or space.gpus < gpus:
-            return False
-        asked = self.share(self.nodes[node], gpus, cpus, memory_mb)
-        return asked is not None and space.cpus >= asked[0] and space.memory_mb >= asked[1]
+    def fits(self, nodes: Sequence[str], gpus: int, cpus: int, memory_mb: int) -> bool:
+        """Whether a job that waits for these very nodes, for so many GPUs on all of them, can start there. Their idle GPUs are of no use
+        where another user's job holds the CPUs or the memory. `cpus`, `memory_mb`: as configured, of each node."""
+        each = gpus // len(nodes)
+        for name in nodes:
+            space = self.resources.get(name)
+            if space is None or space.gpus < each:
+                return False
+            asked = self.share(self.nodes[name], each, cpus, memory_mb)
+            if asked is None or space.cpus < asked[0] or space.memory_mb < asked[1]:
+                return False
+        return True
 
-    def keep(self, node: str, gpus: int) -> int:
-        """Leave GPUs to a job of ours that waits; without a node the fullest gaps lose them. Returns how many."""
+    def keep(self, nodes: Sequence[str], gpus: int) -> int:
+        """Leave GPUs to a job of ours that waits; without nodes the fullest gaps lose them. Returns how many."""
         kept = 0
-        names = (
-            [node] if node else sorted(self.resources, key=lambda name: (-self.resources[name].gpus, name))
-        )
+        names = nodes or sorted(self.resources, key=lambda name: (-self.resources[name].gpus, name))
+        most = gpus // len(nodes) if nodes else gpus
         for name in names:
-            some = min(gpus - kept, self.resources[name].gpus) if name in self.resources else 0
+            some = min(most, gpus - kept, self.resources[name].gpus) if name in self.resources else 0
             if some > 0:
                 self._use(name, some, 0, 0)
                 self._uncap(name, some)
@@ -173,16 +209,16 @@ class FreeCapacity:
         self.waiting += kept
         return kept
 
-    def promise(self, node: str, gpus: int) -> None:
-        """Count a waiting job of ours against the caps of the node where it will start, now taken or not; without a node against all."""
+    def promise(self, nodes: Sequence[str], gpus: int) -> None:
+        """Count a waiting job of ours against the caps of the nodes where it will start, now taken or not; without nodes against all."""
         for _, quota in self.caps:
-            if not node or quota.covers(node):
-                quota.left -= gpus
+            covered = sum(quota.covers(name) for name in nodes)
+            quota.left -= gpus // len(nodes) * covered if nodes else gpus
 
-    def capped_beside(self, node: str) -> frozenset[str]:
-        """Nodes under a cap that an engine meant for this node is not counted against."""
+    def capped_beside(self, nodes: Sequence[str]) -> frozenset[str]:
+        """Nodes under a cap that an engine meant for these nodes is not counted against."""
         return frozenset[str]().union(
-            *(quota.nodes or () for _, quota in self.caps if not quota.covers(node))
+            *(quota.nodes or () for _, quota in self.caps if not all(map(quota.covers, nodes)))
         )
 
     def _allowed(self, name: str, gpus: int) -> bool:
@@ -264,9 +300,9 @@ def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob]
     return free
 
 
-def waits_for(job: OurJob, limits: Limits) -> str:
-    """The node for which it waits, "" where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
-    return job.pinned if limits.placement.pin else ""
+def waits_for(job: OurJob, limits: Limits) -> tuple[str, ...]:
+    """The nodes for which it waits, () where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
+    return nodes_in(job.pinned) if limits.placement.pin else ()
 
 
 def free_capacity_of(
@@ -557,9 +593,9 @@ class StartBenefits:
             return f"none is worth a start: {start_benefit.reason}"
         return f"{settled} of {gpus} GPUs have then been idle for {start_benefit.age_s:.0f} s: {start_benefit.reason}"
 
-    def why(self, want: Demand, node: str) -> str:
+    def why(self, want: Demand, nodes: Sequence[str]) -> str:
         """The metrics by which an engine there is worth its start; "" where none were computed."""
-        start_benefit = self._start_benefits.get((want.run_id, self._classes.get(node, "")))
+        start_benefit = self._start_benefits.get((want.run_id, self._classes.get(nodes[0], "")))
         return start_benefit.reason if start_benefit is not None else ""
 
     def reasons(self) -> tuple[str, ...]:

@@ -76,13 +76,13 @@ def not_beneficial_to(
     for job in sorted(waiting, key=_order):
         pinned = waits_for(job, limits)
         begins_at = now + max(0.0, _begins_in(queue.ours.get(job.job_id), now))
-        where = [nodes[name] for name in ((pinned,) if pinned else nodes) if name in nodes]
+        where = [nodes[name] for name in pinned or nodes if name in nodes]
         why = _too_soon(by_run[job.run_id], job, where, begins_at, start_benefits, spoken)
         if why:
             found.append(
                 StandbyMove(
                     job,
-                    f"it would start on {pinned or 'whichever node'} at the first moment, and {why}",
+                    f"it would start on {','.join(pinned) or 'whichever node'} at the first moment, and {why}",
                     anyway=True,
                 )
             )
@@ -97,12 +97,15 @@ def _too_soon(
     start_benefits: StartBenefits,
     spoken: Counter[str],
 ) -> str:
-    """Why none of these nodes is worth its start; "" where one is, whose GPUs are then spoken for, or where it is not known."""
-    why = ""
+    """Why none of these nodes is worth its start; "" where one is, of several nodes' as many, whose GPUs are then spoken for, or where it
+    is not known."""
+    why, worth, each = "", list[str](), job.gpus_on_node
     for node in nodes:
-        why = start_benefits.too_soon(want, node, spoken[node.name] + job.gpus, begins_at)
-        if not why:
-            spoken[node.name] += job.gpus
+        found = start_benefits.too_soon(want, node, spoken[node.name] + each, begins_at)
+        why = found or why
+        worth += [] if found else [node.name]
+        if len(worth) == job.n_nodes:
+            spoken.update(dict.fromkeys(worth, each))
             return ""
     return why
 
@@ -136,7 +139,9 @@ def set_aside_or_move(
         if pinned and not free.fits(pinned, job.gpus, limits.job.cpus, limits.job.memory_mb):
             if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
                 found.append(
-                    StandbyMove(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True)
+                    StandbyMove(
+                        job, f"it has waited for {','.join(pinned)} for {now - job.since:.0f} s", ready=True
+                    )
                 )
             continue
         if (
@@ -155,23 +160,26 @@ def set_aside_or_move(
             and now - job.since >= STUCK * limits.placement.fresh_after_s
         ):
             found.append(StandbyMove(job, _stuck(job, listed, pinned, now)))
-            free.resources.pop(pinned, None)  # Slurm knows why; another node is taken, or none
+            for name in pinned:
+                free.resources.pop(name, None)  # Slurm knows why; another node is taken, or none
     return found
 
 
-def _too_long(listed: Job | None, pinned: str, free: FreeCapacity, now: float) -> str:
-    """Why Slurm does not start it on a node where it fits; "" where its time limit is none."""
-    until = free.until.get(pinned, float("inf"))
+def _too_long(listed: Job | None, pinned: Sequence[str], free: FreeCapacity, now: float) -> str:
+    """Why Slurm does not start it on nodes where it fits; "" where its time limit is none."""
+    until, node = min(
+        ((free.until.get(name, float("inf")), name) for name in pinned), default=(float("inf"), "")
+    )
     if listed is None or now + listed.time_limit_s <= until:
         return ""
     limit_min, until_min = listed.time_limit_s / 60, (until - now) / 60
-    return f"its limit is {limit_min:.0f} min, and {pinned} is kept for other users' jobs that are expected in {until_min:.0f}"
+    return f"its limit is {limit_min:.0f} min, and {node} is kept for other users' jobs that are expected in {until_min:.0f}"
 
 
-def _stuck(job: OurJob, listed: Job | None, pinned: str, now: float) -> str:
+def _stuck(job: OurJob, listed: Job | None, pinned: Sequence[str], now: float) -> str:
     said = f" ({listed.reason})" if listed is not None and listed.reason else ""
     where = (
-        f"{pinned} has free capacity, and"
+        f"{','.join(pinned)} {'have' if len(pinned) > 1 else 'has'} free capacity, and"
         if pinned
         else "it waits for a node that a daemon before this one chose, and"
     )
@@ -214,7 +222,7 @@ def surplus(
     limits: Limits,
 ) -> list[CancelPending]:
     """Standby jobs that are not needed, the youngest first: of runs that want no engine, or more than there shall be."""
-    sizes = {want.run_id: want.gpus_per_engine for want in wanted}
+    sizes = {want.run_id: want.gpus_per_engine for want in wanted if want.nodes_per_engine == 1}
     found, kept = [], 0
     for job in sorted(standby_jobs, key=_age):
         if closed:
@@ -245,11 +253,16 @@ def more(
     limits: Limits,
     share: tuple[int, int] | None,
 ) -> list[Submit]:
-    """What is missing of them, a run after the other. `share`: CPUs and memory of an engine that may begin on any node; None: on none."""
-    runs = [want for want in wanted if allotted[want.run_id] > 0]
+    """What is missing of them, a run after the other. `share`: CPUs and memory of an engine that may begin on any node; None: on none.
+
+    A standby job is released to one node: runs whose engines take several have none.
+    """
+    runs = [want for want in wanted if allotted[want.run_id] > 0 and want.nodes_per_engine == 1]
     if not (limits.placement.pin and runs) or share is None:
         return []
-    missing = min(limits.placement.standby_jobs, sum(allotted.values())) - len(standby_jobs)
+    missing = min(limits.placement.standby_jobs, sum(allotted[want.run_id] for want in runs)) - len(
+        standby_jobs
+    )
     return [
         Submit(
             want.run_id,
@@ -277,7 +290,11 @@ class StandbyJobs:
     def take(self, want: Demand) -> OurJob | None:
         """The oldest one for an engine of this run; it is not given again."""
         job = next(
-            (job for job in self._left if job.run_id == want.run_id and job.gpus == want.gpus_per_engine),
+            (
+                job
+                for job in self._left
+                if job.run_id == want.run_id and (job.gpus, 1) == (want.gpus, want.nodes_per_engine)
+            ),
             None,
         )
         if job is not None:

@@ -49,7 +49,10 @@ class _Stand:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
+    """An engine on one of its nodes. `gpus`, `cpus`: that it has there."""
+
     job: OurJob
+    gpus: int
     cpus: int
 
 
@@ -144,20 +147,24 @@ class _Stands:
         self.engines = 0
         kept = {job.intent_id for job in staying}
         for job in jobs:
-            stand, listed = self._stands.get(job.node), queue.ours.get(job.job_id)
-            if job.waits or stand is None or listed is None or JobFlag.COMPLETING in listed.flags:
+            stands = [self._stands[name] for name in job.nodes if name in self._stands]
+            listed = queue.ours.get(job.job_id)
+            if job.waits or not stands or listed is None or JobFlag.COMPLETING in listed.flags:
                 continue
-            if job.intent_id in kept and not preempted_already(listed):
-                stand.engines.append(_Engine(job, listed.cpus))
-                self.engines += 1
-            else:
-                stand.gpus, stand.cpus = stand.gpus + job.gpus, stand.cpus + listed.cpus
+            here = _Engine(job, job.gpus_on_node, -(-listed.cpus // job.n_nodes))
+            stays = job.intent_id in kept and not preempted_already(listed)
+            self.engines += stays
+            for stand in stands:
+                if stays:
+                    stand.engines.append(here)
+                else:
+                    stand.gpus, stand.cpus = stand.gpus + here.gpus, stand.cpus + here.cpus
         self._manned = frozenset(name for name, stand in self._stands.items() if stand.engines)
         for stand in self._stands.values():
             stand.most_gpus, stand.most_cpus = stand.gpus, stand.cpus
         for name in self._manned:
             stand = self._stands[name]
-            stand.most_gpus += sum(one.job.gpus for one in stand.engines)
+            stand.most_gpus += sum(one.gpus for one in stand.engines)
             stand.most_cpus += sum(one.cpus for one in stand.engines)
             stand.engines.sort(
                 key=lambda one: (one.job.leases, -one.job.idle_since, -one.job.since, one.job.intent_id)
@@ -191,9 +198,11 @@ class _Stands:
         if len(options) < wait.n_nodes:
             return None
         options.sort()
-        return [
-            job for _, _, at, draining in options[: wait.n_nodes] for job in self._use(at, draining, wait)
-        ]
+        going: list[OurJob] = []
+        for _, _, at, draining in options[: wait.n_nodes]:
+            # An engine of several nodes that leaves one of these leaves all: fewer are needed on the next.
+            going += self._use(at, self._option(at, wait)[3] if draining and going else draining, wait)
+        return going
 
     def _near(self, wait: Wait, *, manned: bool) -> list[tuple[str, _Stand]]:
         """The nodes that its partition's jobs reach, by name; of these those with engines of ours. Without such as could not even at
@@ -221,23 +230,40 @@ class _Stands:
         gpus, cpus, lost, leases, draining = stand.gpus, stand.cpus, 0, 0, 0
         while gpus < wait.gpus_per_node or cpus < wait.cpus_per_node:
             one = stand.engines[draining]
-            gpus, cpus, draining = gpus + one.job.gpus, cpus + one.cpus, draining + 1
-            lost, leases = lost + one.job.gpus, leases + one.job.leases
+            gpus, cpus, draining = gpus + one.gpus, cpus + one.cpus, draining + 1
+            # For a job of several nodes an engine's GPUs count where they lie: what leaves one of those may leave the others with it.
+            lost += one.job.gpus if wait.n_nodes == 1 else one.gpus
+            leases += one.job.leases
         return lost, leases, name, draining
 
     def _use(self, name: str, draining: int, wait: Wait) -> list[OurJob]:
         stand = self._stands[name]
         gone, stand.engines = stand.engines[:draining], stand.engines[draining:]
-        stand.gpus += sum(one.job.gpus for one in gone) - wait.gpus_per_node
+        stand.gpus += sum(one.gpus for one in gone) - wait.gpus_per_node
         stand.cpus += sum(one.cpus for one in gone) - wait.cpus_per_node
         stand.most_gpus, stand.most_cpus = (
             stand.most_gpus - wait.gpus_per_node,
             stand.most_cpus - wait.cpus_per_node,
         )
-        for heap in self._heaps.values() if gone and stand.gpus else ():
-            heapq.heappush(heap, (-stand.gpus, name))
+        self._note_freed(name, gone)
+        for one in gone:
+            for other in one.job.nodes if one.job.n_nodes > 1 else ():
+                if other != name and other in self._stands:
+                    self._leave(other, one)
         self.engines -= draining
         return [one.job for one in gone]
+
+    def _leave(self, name: str, engine: _Engine) -> None:
+        """An engine of several nodes leaves this one too."""
+        stand = self._stands[name]
+        stand.engines.remove(engine)
+        stand.gpus, stand.cpus = stand.gpus + engine.gpus, stand.cpus + engine.cpus
+        self._note_freed(name, [engine])
+
+    def _note_freed(self, name: str, gone: Sequence[_Engine]) -> None:
+        gpus = self._stands[name].gpus
+        for heap in self._heaps.values() if gone and gpus else ():
+            heapq.heappush(heap, (-gpus, name))
 
     def _emptiest(self, partition: str) -> str:
         """The node with most free GPUs among those that a partition's jobs reach, "" when none has any."""

@@ -39,7 +39,8 @@ class JobScript:
     `local_dir` is the local backend's directory (unused on Slurm). `engine` is imported while the daemon is
     asked, whose answer decides what is built. `container`: what stands before the engine's command, or "".
     `after_drain`: what the job does on Slurm's notice. `code`: the release that is to run, "" for any.
-    `pull_mb_per_s`: what all harvested engines on a node may fetch of weights together; 0 for no bound."""
+    `pull_mb_per_s`: what all harvested engines on a node may fetch of weights together; 0 for no bound. `nodes`: of the
+    engine; its command runs once on each."""
 
     backend: Literal["slurm", "local"]
     python: str
@@ -53,6 +54,7 @@ class JobScript:
     after_drain: Literal["requeue", "wait"] = "requeue"
     code: str = ""
     pull_mb_per_s: float = 0.0
+    nodes: int = 1
 
 
 def _quote(value: object) -> str:
@@ -129,6 +131,11 @@ def job_spec(
     there = config.daemon.state_dir if config.cluster.submit_socket is None else config.daemon.public_dir
     assert there is not None  # by the configuration
     kind: Literal["slurm", "local"] = "local" if backend == "local" else "slurm"
+    if kind == "local" and submit.nodes > 1:
+        raise ConfigError(
+            f"an engine of {submit.nodes} nodes for run {submit.run}: the local backend starts a job's processes on one",
+            "use Slurm, or set run.nodes_per_engine = 1",
+        )
     local_dir = config.cluster.local_dir
     cpus = submit.cpus or harvest.cpus_per_engine
     limit_s = time_limit_s(config, intent_id)
@@ -150,6 +157,7 @@ def job_spec(
         after_drain=harvest.after_drain,
         code=__version__,
         pull_mb_per_s=harvest.pull_mb_per_s,
+        nodes=submit.nodes,
     )
     return JobSpec(
         name=intent_id,
@@ -157,6 +165,8 @@ def job_spec(
         partition=submit.partition,
         script=render(template, script),
         gpus=submit.gpus,
+        nodes=submit.nodes,
+        tasks=submit.nodes,
         cpus_per_task=cpus,
         memory_mb=submit.memory_mb or harvest.memory_mb_per_engine,
         gpu_type=harvest.gpu_type,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.model import Job, JobState, nodes_in
 from scavenger.harvest.decide.actions import DrainKind
 from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.harvest.track.allocation_bounds import Bounded, alive, between
@@ -52,7 +52,7 @@ class Allocations:
         allocation = one.allocation
         if allocation is not None and observed is ObservedState.COMPLETES:
             # Its GPUs are not free yet, whatever the restart count says already.
-            node_lost = allocation.node in lost
+            node_lost = allocation.lost(lost)
             crashed = observed_jobs.crashed(job) and not node_lost
             since = one.since if one.stage is Stage.COMPLETING else draft.now
             if crashed or node_lost or draft.now - since >= GOODBYE_S:
@@ -117,7 +117,7 @@ class Allocations:
             self._unseen(draft, one, incarnation, why, (one.free_at, max(one.free_at, gone_at)), 0.0)
 
     def _take(self, draft: Draft, one: Tracked, job: Job) -> Allocation:
-        node = job.nodes[0] if job.nodes else ""
+        node = ",".join(job.nodes)
         self.ran(one.intent_id, job.restart_count, node)
         worker = one.workers.get(job.restart_count)
         latest = draft.now if worker is None else min(draft.now, max(worker.joined_at, one.free_at))
@@ -266,7 +266,7 @@ class Allocations:
         crashed = (
             same
             and observed_jobs.crashed(job)
-            and allocation.node not in lost
+            and not allocation.lost(lost)
             and one.drain_kind is DrainKind.NO
         )
         draft.over(one, allocation.restart_count, why, crashed)
@@ -289,7 +289,7 @@ class Allocations:
 
     def _why(self, one: Tracked, job: Job, lost: set[str]) -> str:
         """Why an incarnation is over, in the ledger's words."""
-        if one.allocation is not None and one.allocation.node in lost:
+        if one.allocation is not None and one.allocation.lost(lost):
             return "node_fail"
         word = observed_jobs.end_word(job)
         if one.drain_kind is DrainKind.CANCELLED and word != "completed":
@@ -306,7 +306,7 @@ class Allocations:
         Our job script requeues itself only on Slurm's notice, so that is a preemption as well. Only when the job was put back because of
         our own request to leave is it called a requeue.
         """
-        if (allocation is not None and allocation.node in lost) or one.last_state in (
+        if (allocation is not None and allocation.lost(lost)) or one.last_state in (
             JobState.NODE_FAIL,
             JobState.BOOT_FAIL,
         ):
@@ -319,10 +319,10 @@ class Allocations:
         what = f"job {job.job_id} could not be started: {job.reason} (did the site's prolog fail there? Slurm then drains the node)"
         node = allocation.node or one.pinned
         draft.records.append(rec.Event("launch_failed", 0, node or one.intent_id, what, "{}", draft.now))
-        if node:
+        for name in nodes_in(node):
             draft.records.append(
                 rec.EngineDied(
-                    node,
+                    name,
                     0,
                     one.intent_id,
                     job.job_id,
@@ -347,9 +347,9 @@ class Allocations:
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
             # The engine had reached the daemon and later lost it for long: that is no failed start.
             return
-        draft.records.append(
+        draft.records.extend(
             rec.EngineDied(
-                allocation.node,
+                node,
                 one.intended.run_id,
                 one.intent_id,
                 job.job_id,
@@ -359,6 +359,7 @@ class Allocations:
                 lived_s,
                 draft.now,
             )
+            for node in allocation.nodes or ("",)
         )
         if (
             job.exit_code is not None
@@ -370,13 +371,15 @@ class Allocations:
         # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
         if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
             self.health.failed_at_once(what, draft.now, one.intended.run_id)
-        if allocation.node and job.exit_code != observed_jobs.REFUSED:
-            self.health.died(allocation.node, what, draft.now, one.intended.run_id)
+        if job.exit_code != observed_jobs.REFUSED:
+            for node in allocation.nodes:  # which of several nodes it was does not show
+                self.health.died(node, what, draft.now, one.intended.run_id)
 
     def _could_not_begin(
         self, draft: Draft, one: Tracked, allocation: Allocation, code: int, lived_s: float
     ) -> None:
-        failed = FailedStart(one.intent_id, one.intended.run_id, one.job_id, allocation.node, code, lived_s)
+        first = next(iter(allocation.nodes), "")  # where the worker runs, whose code it is
+        failed = FailedStart(one.intent_id, one.intended.run_id, one.job_id, first, code, lived_s)
         draft.failed_starts.append(failed)
         self.health.could_not_begin(failed, draft.now)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from scavenger.cluster.model import Job
+from scavenger.cluster.model import Job, nodes_in
 from scavenger.harvest.decide.actions import DrainKind, HarvestCode
 from scavenger.harvest.track.allocation_bounds import Bounded
 from scavenger.harvest.track.observed_jobs import Stage
@@ -17,11 +17,19 @@ from scavenger.router.core.events import JobGone, WorkerLife
 
 @dataclass(slots=True)
 class Allocation:
-    """One incarnation that holds GPUs."""
+    """One incarnation that holds GPUs. `node`: of several nodes all, joined by ","."""
 
     restart_count: int
     node: str
     started_at: float
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return nodes_in(self.node)
+
+    def lost(self, nodes: set[str]) -> bool:
+        """Whether one of its nodes is among these: the whole engine ends with it."""
+        return not nodes.isdisjoint(self.nodes)
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class Tracked:
     #: The restart count of the newest life that was to be its job's last: it was asked to leave, or finished by itself.
     last_life: int = -1
     returned: str = ""  # why its job was not to come back, where Slurm has put it back all the same
-    #: The node that it was submitted for; of a restored job for which Slurm chose, the one where it ran.
+    #: The nodes that it was submitted for, joined by ","; of a restored job for which Slurm chose, the one where it ran.
     pinned: str = ""
     standby: bool = False  # it waits for us to say where it begins
     worked: bool = False  # its engine held leases

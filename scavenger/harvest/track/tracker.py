@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from scavenger.cluster.model import ClusterView, Job, JobLife
+from scavenger.cluster.model import ClusterView, Job, JobLife, nodes_in
 from scavenger.harvest.decide.actions import DrainKind, HarvestCode, OurJob
 from scavenger.harvest.decide.standby import is_standby
 from scavenger.harvest.track import observed_jobs
@@ -289,7 +289,7 @@ class Tracker:
             )
 
     def _record_state(self, draft: Draft, one: Tracked, job: Job) -> None:
-        node = job.nodes[0] if job.nodes else ""
+        node = ",".join(job.nodes)
         seen = (str(job.state), ",".join(sorted(job.flags)), node, job.restart_count)
         if seen == one.seen:
             return
@@ -376,6 +376,7 @@ class Tracker:
                     owners.get(one.intended.run_id, ""),
                     one.allocation.started_at if one.allocation is not None else 0.0,
                     one.returned,
+                    one.intended.nodes,
                 )
             )
         return found
@@ -389,7 +390,8 @@ class Tracker:
         for one in self.intents.values():
             if one.allocation is not None and one.allocation.node:
                 gpus = (one.job.gpus if one.job is not None else 0) or one.intended.gpus
-                found[one.allocation.node] = found.get(one.allocation.node, 0) + gpus
+                for node in one.allocation.nodes:
+                    found[node] = found.get(node, 0) + gpus // len(one.allocation.nodes)
         return found
 
     def preempted_since(self, at: float) -> int:
@@ -444,8 +446,7 @@ class Tracker:
         for one in engines:
             if one.number > self._condemned:
                 self._condemned = one.number
-                node = self._allocations.nodes.get((one.intent_id, one.incarnation), "")
-                if node:
+                for node in nodes_in(self._allocations.nodes.get((one.intent_id, one.incarnation), "")):
                     self.health.condemned(node, one.reason, now, one.run_id)
 
     def to_account(self) -> tuple[int, ...]:
@@ -476,7 +477,7 @@ class Tracker:
             found = beyond(gone, lives)
             for restart_count, life in found or ():
                 held = (intent_id, restart_count)
-                node = life.nodes[0]
+                node = ",".join(life.nodes)
                 start = life.start_time or life.end_time  # of one without a start nothing more is certain
                 records.append(rec.AllocationStarted(*held, gone.job_id, node, life.gpus or gone.gpus, start))
                 records.append(
@@ -499,7 +500,8 @@ class Tracker:
 
     def _works(self, one: Tracked, allocation: Allocation) -> None:
         one.worked = True
-        self.health.proved(allocation.started_at, one.intended.run_id, allocation.node, worked=True)
+        for node in allocation.nodes:
+            self.health.proved(allocation.started_at, one.intended.run_id, node, worked=True)
 
     def check(self) -> None:
         """Raise AssertionError when the table contradicts itself. For tests."""
@@ -517,7 +519,7 @@ class Tracker:
 
 
 def _correction(one: Bounded, life: JobLife, now: float) -> rec.AllocationCorrected:
-    node, gpus = life.nodes[0] if life.nodes else one.node, life.gpus or one.gpus
+    node, gpus = ",".join(life.nodes) or one.node, life.gpus or one.gpus
     why = observed_jobs.accounted_word(life.state) if one.reason == "unknown" else ""
     start = life.start_time or min(one.started_at, life.end_time)
     return rec.AllocationCorrected(

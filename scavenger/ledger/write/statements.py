@@ -427,7 +427,7 @@ KINDS: dict[type[Record], Kind] = {
     r.JobIntended: _kind(
         _insert(
             t.jobs,
-            **_fields("intent_id run_id partition gpus worker_key pinned"),
+            **_fields("intent_id run_id partition gpus worker_key pinned nodes"),
             intended_at=":at",
             job_id=0,
             last_state="",

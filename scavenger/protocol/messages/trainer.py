@@ -63,6 +63,7 @@ class OpenRun(Message, frozen=True):
     poison_after: Positive = 3
     on_poison: str = "stop"  # "stop" | "mask"
     encrypt: bool = False  # its weights travel over a network under CURVE only
+    nodes_per_engine: Positive = 1
 
 
 class Attach(Message, frozen=True):

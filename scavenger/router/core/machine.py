@@ -289,6 +289,7 @@ class Router:
                     run.engine.name,
                     policy_driver.benefit(run),
                     run.owner_key,
+                    nodes_per_engine=run.settings.nodes_per_engine,
                 )
             )
         return tuple(wanted)

@@ -239,6 +239,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         int(section.get("poison_after", 3)),
         str(section.get("on_poison", "stop")),
         bool(config.get("weights", {}).get("encrypt", False)),
+        int(section.get("nodes_per_engine", 1)),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

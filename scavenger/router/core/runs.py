@@ -238,7 +238,13 @@ def _open(
     run.attempt += 1
     run.engine = body.engine
     run.settings = RunSettings(
-        body.harvest, body.max_engines, body.gpus_per_engine, body.poison_after, body.on_poison, body.encrypt
+        body.harvest,
+        body.max_engines,
+        body.gpus_per_engine,
+        body.poison_after,
+        body.on_poison,
+        body.encrypt,
+        body.nodes_per_engine,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
@@ -276,6 +282,10 @@ def _open(
 
 def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:
     """Harvested engines are processes of the daemon's user: what they are given of a run is checked before anything is submitted."""
+    nodes, most = body.nodes_per_engine, core.limits.max_nodes_per_engine
+    if body.harvest and nodes > most:
+        cause = f"run.nodes_per_engine = {nodes}, and this site starts engines of {most} at most (harvest.max_nodes_per_engine)"
+        return Denied("invalid", cause, "lower it, ask the admin for more, or set run.harvest = false")
     found = engine_options.fault_of_text(
         body.engine.options, harvested=body.harvest, allowed=core.limits.vllm_options
     )

@@ -411,6 +411,7 @@ class RunSettings:
     poison_after: int = 3  # failures on different nodes after which a sample is given up
     on_poison: str = "stop"  # "stop" | "mask"
     encrypt: bool = False  # its weights go over no network in the clear
+    nodes_per_engine: int = 1
 
 
 @dataclass(slots=True)
@@ -781,6 +782,7 @@ class RouterLimits:
     vllm_options: tuple[str, ...] = ()
     disagreement: str = "set-aside"  # "set-aside" | "report" | "off"
     agreement: AgreementRules = DEFAULT_RULES
+    max_nodes_per_engine: int = 1
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
@@ -799,4 +801,5 @@ class RouterLimits:
             config.harvest.vllm_options,
             router.disagreement,
             AgreementRules(samples=router.disagreement_samples, ratio=router.disagreement_ratio),
+            config.harvest.max_nodes_per_engine,
         )

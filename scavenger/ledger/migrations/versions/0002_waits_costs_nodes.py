@@ -165,7 +165,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     ),
     "v_jobs": (
         "intent_id, run_id, partition, gpus, intended_at, job_id, submitted_at, last_state, flags, reason, node, restart_count,"
-        " observed_at, ended_at, pinned",
+        " observed_at, ended_at, pinned, nodes",
         "jobs",
         "intended_at submitted_at observed_at ended_at",
     ),
@@ -305,6 +305,7 @@ def upgrade() -> None:
         op.create_table(table, named, *(column for line in lines for column in _columns(line)))
     for index, (table, names) in INDEXES.items():
         op.create_index(index, table, names.split())
+    op.add_column("jobs", sa.Column("nodes", INT, nullable=False, server_default="1"))
     op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
     for view, (columns, table, times) in VIEWS.items():
         if dialect == "sqlite":

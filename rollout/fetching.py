@@ -1,0 +1,63 @@
+"""One version of the weights on its way from its holders into an engine: pulled, verified, and cut into tensors.
+
+The worker and the processes of an engine's further nodes fetch alike: each pulls by the weights plane, and hashes every byte against the
+manifest before an engine sees it. Adapters bring their base with them.
+
+Boundary: what a version that was pulled consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rollout.engines.base import Weight
+from scavenger.protocol import messages
+from scavenger.weights import manifest as manifests
+from scavenger.weights.engine_store import Store
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+
+
+@dataclass(slots=True)
+class Pulled:
+    """A version whose every byte was verified, on its way into the engine."""
+
+    weights: messages.UseWeights
+    manifest: Manifest
+    blob: Buffer
+    base: tuple[Manifest, Buffer] | None  # what adapters are merged with
+    pull_s: float
+    verify_s: float
+    chosen: str  # whole or as deltas, and why
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the engine reads to load it, its base's among them."""
+        return self.manifest.total_nbytes + (self.base[0].total_nbytes if self.base is not None else 0)
+
+
+async def fetch(
+    store: Store, weights: messages.UseWeights, pull_s: float, began: float, clock: Callable[[], float]
+) -> Pulled:
+    """All of the version, verified. Raises `WeightsError`; what arrived until then is kept for the next try."""
+    manifest, base, verify_s = manifests.decode(weights.manifest), None, 0.0
+    if manifest.adapter is not None:
+        base = await store.get_base(manifest, weights, pull_s)
+        verify_s = store.verify_s
+        weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
+    blob = await store.get(manifest, weights, pull_s)
+    return Pulled(weights, manifest, blob, base, clock() - began, verify_s + store.verify_s, store.chosen)
+
+
+def views(pulled: Pulled) -> list[Weight]:
+    """All weights of the version: its own, or its base's with its adapters merged as they are read. Raises `EngineError`."""
+    own = manifests.views_in(pulled.manifest, pulled.blob)
+    if pulled.base is None:
+        return [*own]
+    from rollout.engines import merging  # needs torch, which the engine has loaded by now
+
+    base, blob = pulled.base
+    return merging.views(pulled.manifest, own, base, blob.view, blob)
