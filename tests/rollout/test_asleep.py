@@ -55,7 +55,7 @@ class Llm:
             return [{weight: [slices.whole(shape)] for weight, shape in args[0].items()}]
         if name != "scavenger_load":
             return [None]
-        paths, table, merges = args
+        paths, table, merges, _version = args
         files = [mapped(path) for path in paths]
         sums = {}
         for weight, *row in table:
