@@ -171,7 +171,8 @@ def test_no_standby_job_waits_for_a_run_whose_engines_take_several_nodes() -> No
 
 def leaving(ours: tuple[OurJob, ...], *others: Job, limits: Limits = LIMITS, **seen: Any) -> dict[str, str]:
     held = [listed(one) for one in ours]
-    found = decide(replace(view(NOW, [*held, *others]), **seen), [demand(9)], ours, limits, NOW)
+    wanted = [demand(9), Demand(2, "run2", 1, 4, "useful")]
+    found = decide(replace(view(NOW, [*held, *others]), **seen), wanted, ours, limits, NOW)
     return {one.intent_id: one.reason for one in found.actions if isinstance(one, DrainAllocated | Cancel)}
 
 
@@ -187,7 +188,7 @@ def test_a_same_tier_job_for_one_of_its_nodes_drains_it_once_and_whole() -> None
 
 
 def test_a_job_for_both_nodes_drains_an_engine_on_both_once_beside_a_small_one() -> None:
-    small = mine(2, "node3", gpus=4, n_nodes=1, leases=9)
+    small = replace(mine(2, "node3", gpus=4, n_nodes=1, leases=9), run_id=2)
     ours = (mine(1, "node1,node2"), small)
     both = job(7, partition="scavenge", gpus=8, n_nodes=2, submit_time=NOW - 50)
     full = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
