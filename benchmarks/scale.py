@@ -42,10 +42,10 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon import process
 from scavenger.harvest.decide.actions import (
     Caps,
+    HarvestLimits,
     Headroom,
     JobLimits,
     JobPlacement,
-    Limits,
     OurJob,
     YieldLimits,
 )
@@ -58,7 +58,7 @@ from scavenger.protocol import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 NOW = 1000.0
-LIMITS = Limits(
+LIMITS = HarvestLimits(
     "scavenge",
     Caps(max_engines=4000, max_pending=32),
     headroom=Headroom(per_node=1),

@@ -154,12 +154,12 @@ def waiting(nbytes: int, repeats: int) -> None:
     old, new = versions(nbytes, 1e-5)
 
     def turn(link: float, patience_s: float) -> float:
-        pulls.PATIENCE_S = patience_s
+        pulls.MOST_WAIT_S = patience_s
         with WeightServer(local=False, deltas=4, nbytes_per_s=link) as source:
             source.publish(*old)
             return pulled(new, source.publish(*new), old, book(link / 4))
 
-    patience_s = pulls.PATIENCE_S
+    patience_s = pulls.MOST_WAIT_S
     for link in (2.5 * MB, 12.5 * MB):
         compared(
             f"waiting, link {link / MB:g} MB/s",

@@ -24,7 +24,7 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
 LEAST_S = 5.0
 
 
-def patience_s(fast_poll_interval_s: float) -> float:
+def cycle_timeout_s(fast_poll_interval_s: float) -> float:
     """How long a cycle waits for the ledger, or for the stop files, before it goes on without."""
     return max(LEAST_S, fast_poll_interval_s)
 

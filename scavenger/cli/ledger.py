@@ -209,7 +209,7 @@ def restore_command(
     done = ownership.restore_ledger(settings, source, force=force)
     if done.kept is not None:
         print(
-            f"the replaced ledger is kept as {done.kept}: delete it when it is not needed; it holds prompts and answers"
+            f"the replaced ledger is kept as {done.kept}: delete it when it is not needed; it holds prompts and completions"
         )
     print(
         f"the ledger begins another history after generation {done.generation}; next: scavenger daemon --config {config_path}"

@@ -19,7 +19,7 @@ from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
 from scavenger.harvest.decide import decide as policy
-from scavenger.harvest.decide.decide import HarvestDecision, Limits, Submit
+from scavenger.harvest.decide.decide import HarvestDecision, HarvestLimits, Submit
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.harvester import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, rules_of
@@ -31,7 +31,7 @@ def supposed(most: int, gpus_per_engine: int) -> Demand:
     return Demand(1, "dry-run", most, gpus_per_engine, f"supposed: a run that could use {most} engines")
 
 
-def decide(view: ClusterView, limits: Limits, gpus_per_engine: int, now: float) -> HarvestDecision:
+def decide(view: ClusterView, limits: HarvestLimits, gpus_per_engine: int, now: float) -> HarvestDecision:
     """What the daemon would do about this view, had it no job yet. Pure."""
     return policy.decide(view, [supposed(limits.caps.max_engines, gpus_per_engine)], (), limits, now)
 

@@ -42,7 +42,7 @@ from scavenger.config import DaemonConfig
 from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown, WireError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.decide.actions import Submit, intent_name
 from scavenger.harvest.execute import job_script
 from scavenger.harvest.harvester import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, limits_of
@@ -266,7 +266,7 @@ class Canary:
         self._cluster, self._say, self._engine = cluster, say, engine
         self._config, self._found = config, list[SiteFinding]()
         self._uid = secrets.token_hex(4)  # no ledger's
-        self._intent = observed_jobs.intent_name(secrets.token_hex(8))
+        self._intent = intent_name(secrets.token_hex(8))
         self._stage, self._began = "", time.monotonic()
         self._job_id, self._asked = 0, False  # `_asked`: Slurm may have a job, known or not
         self._port = config.daemon.port if daemon_port else 0

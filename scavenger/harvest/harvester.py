@@ -8,7 +8,8 @@
 When to poll again, and how much, is `pace`'s. A poll of the queue alone moves our jobs on; when it shows that one left its GPUs, a full
 poll follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
 
-Owns the wait between two cycles, the commands, and the end. Decides nothing about jobs, nor what becomes of a reply: that is `session`'s.
+Owns the observation (`Poller`), the wait between two cycles, the commands, and the end. Decides nothing about jobs, nor what becomes of a
+reply: that is `session`'s.
 """
 
 from __future__ import annotations
@@ -18,24 +19,31 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import structlog
 
-from scavenger.asyncio_helpers import first, patience_s
-from scavenger.cluster import job_logs
-from scavenger.cluster.model import ClusterInfo, ClusterView
+from scavenger.asyncio_helpers import cycle_timeout_s, first
+from scavenger.cluster import job_logs, partition_check
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job
 from scavenger.cluster.port import Cluster, OneThread
 from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.actions import Cancel, DrainKind, HarvestCode, Limits, Submit
-from scavenger.harvest.decide.drain import must_end_by, unseen
+from scavenger.harvest.decide.actions import (
+    Cancel,
+    DrainKind,
+    HarvestCode,
+    HarvestLimits,
+    Submit,
+    intent_name,
+)
+from scavenger.harvest.decide.drain import leave_for_blackout_at, must_end_by, unseen
 from scavenger.harvest.execute import job_script
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
-from scavenger.harvest.poller import Poller
 from scavenger.harvest.session import (
     CancelJobs,
     Command,
@@ -50,7 +58,6 @@ from scavenger.harvest.session import (
     as_json,
     resume,
 )
-from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import RouterEvent
@@ -71,29 +78,153 @@ ACCOUNT_RETRY_S = 300.0
 #: Logs that are read in one cycle: where all engines fail they fail alike.
 MOST_EXPLAINED = 3
 
+#: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
+KEPT_S = 300.0
+#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
+INFO_S = 900.0
+
+
+class Plans:
+    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue.
+
+    Each cycle of backfill begins by forgetting the starts and nodes of all waiting jobs (Slurm's `_clear_job_estimates`) and finds them
+    again one by one, so a queue that is polled in between shows none.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            int, tuple[Job, float]
+        ] = {}  # by job id: how it was planned last, and when that was seen
+
+    def complete(self, jobs: Sequence[Job], now: float) -> tuple[Job, ...]:
+        """The queue, with the last plan of each waiting job that shows none, while that is still to come."""
+        seen = self._seen
+        self._seen = {}
+        return tuple(self._completed(job, seen, now) if job.waits else job for job in jobs)
+
+    def _completed(self, job: Job, seen: dict[int, tuple[Job, float]], now: float) -> Job:
+        if job.planned:
+            self._seen[job.job_id] = (job, now)
+            return job
+        found = seen.get(job.job_id)
+        if found is None or now - found[1] > KEPT_S or found[0].start_time <= now:
+            return job
+        self._seen[job.job_id] = found
+        return replace(job, planned=found[0].planned, start_time=found[0].start_time)
+
+
+class Poller:
+    """Observes the cluster: of the queue alone, or of everything. A poll of the queue becomes a full one where it says too little.
+
+    Owns the last complete observation, what Slurm says of itself, and the verdict on the partition. Every observation is stamped by our
+    clock, with the time before it was asked for. Knows no job of ours, and not when to poll. `surprised` says whether a queue shows more
+    than the queue alone can explain; `learned` gets what Slurm says of itself.
+    """
+
+    def __init__(
+        self,
+        config: Callable[[], DaemonConfig],
+        cluster: Cluster,
+        thread: OneThread,
+        *,
+        surprised: Callable[[Sequence[Job]], bool],
+        learned: Callable[[ClusterInfo], None],
+        write: Callable[[Sequence[rec.Record]], object],
+        sources: Sources,
+    ) -> None:
+        self._config, self._cluster, self._thread = config, cluster, thread
+        self._surprised, self._learned, self._write = surprised, learned, write
+        self._clock, self._monotonic = sources.clock, sources.monotonic
+        self.view: ClusterView | None = None  # the last complete observation
+        self.info: ClusterInfo | None = None  # None: Slurm never answered
+        self._info_at = -math.inf
+        self._plans = Plans()
+        self.refused = ""  # why the partition may no longer be harvested
+
+    @property
+    def name(self) -> str:
+        return self.info.name if self.info is not None else "cluster"
+
+    async def observe(self, poll: PollKind, failed: bool) -> tuple[ClusterView, PollKind]:
+        """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
+        partition may not be harvested."""
+        view, poll = await self._observe(poll, failed)
+        self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
+        return self.view, poll
+
+    async def _observe(self, poll: PollKind, failed: bool) -> tuple[ClusterView, PollKind]:
+        if self.info is None:
+            info = await self._thread.call(self._cluster.info)
+            view = await self.whole()
+            harvest = self._config().harvest
+            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
+            self._learn(info)
+            return view, PollKind.FULL
+        if poll is PollKind.JOBS and self.view is not None:
+            asked_at = self._clock()
+            jobs = await self._thread.call(self._cluster.jobs)
+            if not self._surprised(jobs):
+                return replace(self.view, jobs=jobs, observed_at=asked_at), PollKind.JOBS
+        view = await self.whole()
+        if (
+            failed or self._monotonic() - self._info_at >= INFO_S
+        ):  # a controller that was restarted has read another configuration
+            self._learn(await self._thread.call(self._cluster.info))
+        self._check_again(self.info, view)
+        return view, PollKind.FULL
+
+    async def whole(self) -> ClusterView:
+        """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
+        asked_at = self._clock()
+        return replace(await self._thread.call(self._cluster.view), observed_at=asked_at)
+
+    def _learn(self, info: ClusterInfo) -> None:
+        if info != self.info:
+            self._learned(info)
+        self.info, self._info_at = info, self._monotonic()
+
+    def _check_again(self, info: ClusterInfo, view: ClusterView) -> None:
+        """A partition that stops being harmless while we run gets no more jobs, and loses those it has."""
+        harvest = self._config().harvest
+        refused = ""
+        try:
+            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
+        except ConfigError as error:
+            refused = error.cause
+        if refused != self.refused:
+            kind = "partition_refused" if refused else "partition_allowed"
+            self._write(
+                [
+                    rec.Event(
+                        kind, 0, harvest.partition, refused or "it is preemptible again", "{}", self._clock()
+                    )
+                ]
+            )
+        self.refused = refused
+
 
 class Durable:
-    """A commit that is waited for at most `patience_s`, which is asked for at each.
+    """A commit that is waited for at most `timeout_s`, which is asked for at each.
 
     A ledger that cannot take a transaction (no space, no connection) stalls, and with it all that wait for it. Harvesting must not: other
     users wait for GPUs, and an admin may have stopped it. After the bound the session decides what to do without.
     """
 
     def __init__(
-        self, ledger: LedgerWrites, patience_s: Callable[[], float], clock: Callable[[], float]
+        self, ledger: LedgerWrites, timeout_s: Callable[[], float], clock: Callable[[], float]
     ) -> None:
         self._commit, self._write = ledger.commit, ledger.write
-        self._patience_s, self._clock = patience_s, clock
+        self._timeout_s, self._clock = timeout_s, clock
         self.stalled = False
 
     async def within(self, records: Sequence[rec.Record]) -> bool:
         """Whether the records are durable in time. False: they are queued, and will be if the ledger recovers. Raises `Fenced`."""
-        patience_s = self._patience_s()
+        timeout_s = self._timeout_s()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._commit(records)
         except TimeoutError:
-            why = f"no record became durable within {patience_s:g} s: nothing is submitted, and jobs are cancelled all the same"
+            why = f"no record became durable within {timeout_s:g} s: nothing is submitted, and jobs are cancelled all the same"
             # written also when there is nothing new to tell: a writer that was fenced meanwhile says so here
             self._write(
                 [] if self.stalled else [rec.Event("ledger_stalled", 0, "ledger", why, "{}", self._clock())]
@@ -139,7 +270,7 @@ class Harvester:
         self._engines = client.engines_user_of(config)
         self._keys = WorkerKeys(self._state_dir, router, self._engines)
         self._durable = Durable(
-            ledger, lambda: patience_s(self.config.cluster.fast_poll_interval_s), sources.clock
+            ledger, lambda: cycle_timeout_s(self.config.cluster.fast_poll_interval_s), sources.clock
         )
         self._poller = Poller(
             lambda: self.config,
@@ -153,9 +284,8 @@ class Harvester:
         self._pace = PollPace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
         self._drains_due_at = math.inf  # when the first drained engine's job must be gone (`monotonic`)
-        self.error_kinds: Counter[str] = (
-            Counter()
-        )  # failed polls and commands by kind, for status and metrics
+        # Failed polls and commands by kind, for status and metrics.
+        self.error_kinds: Counter[str] = Counter()
         self.polls_fail = ""  # why the last poll failed, and since when; "" = it did not
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -361,7 +491,7 @@ class Harvester:
         else:
             job_logs.bound(self._state_dir / "logs", {f"{name}.log" for name in live}, most_bytes)
 
-    def _poll_when_drains_are_due(self, limits: Limits) -> None:
+    def _poll_when_drains_are_due(self, limits: HarvestLimits) -> None:
         """The next full poll comes no later than the first drained engine's job must be gone: other users were promised its GPUs.
 
         A cancelled job is Slurm's to end, and one without an id cannot be cancelled: neither counts.
@@ -371,7 +501,7 @@ class Harvester:
         ]
         due = min((must_end_by(job, limits) for job in draining), default=math.inf)
         # When engines are to leave for a blackout is not left to the budget either.
-        to_come = [decide.leave_for_blackout_at(one, limits) for one in limits.blackouts]
+        to_come = [leave_for_blackout_at(one, limits) for one in limits.blackouts]
         due = min([due, *(at for at in to_come if at > self._clock())])
         self._drains_due_at = self._monotonic() + max(0.0, due - self._clock())
 
@@ -457,7 +587,7 @@ class Harvester:
         return not (old or stopped)
 
     def _mint(self, run: str) -> tuple[str, str]:
-        intent_id = observed_jobs.intent_name(self._token())
+        intent_id = intent_name(self._token())
         return intent_id, self._keys.mint(run, intent_id)
 
     async def _submit(self, intent_id: str, action: Submit) -> int:
@@ -478,10 +608,7 @@ class Harvester:
     def _read_template(self, config: DaemonConfig) -> str:
         """The job template of this configuration. Raises `ConfigError` where no job could be made of it."""
         template = job_script.read_template(config.harvest.job_template)
-        intent_id, probe = (
-            observed_jobs.intent_name("0" * 16),
-            Submit(0, "probe", config.harvest.partition, 1, ""),
-        )
+        intent_id, probe = (intent_name("0" * 16), Submit(0, "probe", config.harvest.partition, 1, ""))
         job_script.job_spec(config, template, config.cluster.backend, self.uid, intent_id, probe)
         return template
 

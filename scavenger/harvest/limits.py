@@ -1,6 +1,6 @@
 """What the harvester may do now: the configuration at this hour, the stop files, `scavenger drain`, and whether other users' jobs are seen.
 
-    scavenger.toml --limits_of--> Limits of this hour  --+
+    scavenger.toml --limits_of--> HarvestLimits of this hour  --+
     stop file, drain file --StopState.poll-------------> +--> StopState.limits --> decide
     hidden jobs, polls that fell behind ---------------> +
 
@@ -9,7 +9,7 @@ Files in `drained-nodes`, named after nodes, keep engines off these: `scavenger 
 Two files stop harvesting while they are there: the site's `harvest.stop_file`, which an admin may write without knowing us, and the state
 directory's `drain`, which the command writes. One whose first word is "now" does not wait for engines to drain.
 
-A file that cannot be read now (no descriptor is left, the disk or its server fails, no reply within `patience_s`) is no stop:
+A file that cannot be read now (no descriptor is left, the disk or its server fails, no reply within `cycle_timeout_s`) is no stop:
 what was last known holds for `KEEP_S`. After that a file that is known to be there stops harvesting, whatever is in it; while not even that
 is known nothing more is submitted, and the engines that run stay. A file that is there and will not be readable by waiting (its mode, a
 folder) stops at once: a person put it there.
@@ -36,7 +36,7 @@ from types import MappingProxyType
 
 import structlog
 
-from scavenger.asyncio_helpers import patience_s
+from scavenger.asyncio_helpers import cycle_timeout_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, HarvestSection, Hours, OwnersSection
 from scavenger.errors import ConfigError
@@ -44,10 +44,10 @@ from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Caps,
     HarvestDecision,
+    HarvestLimits,
     Headroom,
     JobLimits,
     JobPlacement,
-    Limits,
     OwnerRule,
     Restrictions,
     YieldLimits,
@@ -110,12 +110,12 @@ def limits_of(
     drained: Mapping[str, str] = MappingProxyType({}),
     by_qos: bool = False,
     plan_step_s: float = 60.0,
-) -> Limits:
+) -> HarvestLimits:
     """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
     harvest, cluster = config.harvest, config.cluster
     hours = hours_now(harvest.schedule, harvest.timezone, now)
     not_before, why = health.backoff()
-    return Limits(
+    return HarvestLimits(
         partition=harvest.partition,
         caps=Caps(
             max_engines=harvest.max_engines
@@ -540,13 +540,13 @@ class StopState:
         return max(
             0.0,
             self._asked_at
-            + patience_s(self._config().cluster.fast_poll_interval_s)
+            + cycle_timeout_s(self._config().cluster.fast_poll_interval_s)
             - asyncio.get_running_loop().time(),
         )
 
     def update_limits(
         self, view: ClusterView, info: ClusterInfo, tracker: Tracker, drain_notice_s: float, now: float
-    ) -> Limits:
+    ) -> HarvestLimits:
         """What is allowed now, by the last `poll`; what that changes is noted here, and in `events`."""
         config, harvest = self._config(), self._config().harvest
         self._note_stop(self.stop_read, now)

@@ -41,7 +41,7 @@ from scavenger.harvest.decide.actions import (
     DrainKind,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     Release,
     Submit,
 )
@@ -205,7 +205,7 @@ class HarvestSession:
         view: ClusterView,
         demand: Sequence[Demand],
         leases: Leases,
-        limits: Limits,
+        limits: HarvestLimits,
         min_expected_life: float | None,
         now: float,
     ) -> HarvestDecision:

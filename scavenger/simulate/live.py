@@ -20,7 +20,7 @@ from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, ClusterView, Partition, PreemptMode
 from scavenger.errors import ConfigError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Limits, OurJob, Submit
+from scavenger.harvest.decide.decide import HarvestLimits, OurJob, Submit
 from scavenger.harvest.decide.free_capacity import GpuUse, find_free_capacity, gpu_use
 from scavenger.harvest.track.observed_jobs import held_back
 from scavenger.policy.fleet_size import Demand
@@ -108,7 +108,12 @@ class ClusterPoll:
 
 
 def poll(
-    view: ClusterView, info: ClusterInfo, wish: EngineRequest, limits: Limits, now: float, qos: str = ""
+    view: ClusterView,
+    info: ClusterInfo,
+    wish: EngineRequest,
+    limits: HarvestLimits,
+    now: float,
+    qos: str = "",
 ) -> ClusterPoll:
     """Answer from one observation, with `limits` as the daemon would have them. Raises `ConfigError` for a cluster without GPUs."""
     hypothetical = view.partition(limits.partition) is None

@@ -26,7 +26,15 @@ from dataclasses import dataclass
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.config.site import ClusterSection, HarvestSection
 from scavenger.errors import SimulationError
-from scavenger.harvest.decide.actions import Caps, DrainKind, HarvestCode, JobPlacement, Limits
+from scavenger.harvest.decide.actions import (
+    Caps,
+    DrainKind,
+    HarvestCode,
+    HarvestLimits,
+    JobPlacement,
+    comment_of,
+    intent_name,
+)
 from scavenger.harvest.session import (
     CancelJobs,
     Command,
@@ -38,7 +46,7 @@ from scavenger.harvest.session import (
     resume,
 )
 from scavenger.harvest.track.node_health import HealthRules
-from scavenger.harvest.track.observed_jobs import Stage, comment_of, intent_name
+from scavenger.harvest.track.observed_jobs import Stage
 from scavenger.harvest.track.tracker import TrackerRules
 from scavenger.router.core import workers
 from scavenger.simulate.clock import Simulation, Timer
@@ -282,7 +290,7 @@ class SimHarvester:
     ) -> None:
         self._sim, self._daemon, self._slurm = sim, daemon, slurm
         live = JobPlacement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
-        self._limits = Limits(
+        self._limits = HarvestLimits(
             PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else JobPlacement()
         )
         self._min_expected_life = _LIVE.min_expected_life if start_benefits else None

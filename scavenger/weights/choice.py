@@ -131,10 +131,10 @@ def choose(
     *,
     ahead_nbytes: float = 0.0,
     waited_s: float = 0.0,
-    patience_s: float = 0.0,
+    most_wait_s: float = 0.0,
 ) -> PullChoice:
     """What to ask for now. `ahead_nbytes`: what all connections ask for at once. `waited_s`: that it has waited for this version's deltas
-    so far; it waits `patience_s` in all at most, and never longer than the whole version would take."""
+    so far; it waits `most_wait_s` in all at most, and never longer than the whole version would take."""
     full_s = predicted_s(full_nbytes, full_nbytes, rates)
     if offer is None:
         return PullChoice(Form.FULL, full_s, None, f"full in {full_s:.3g} s: no delta from what is here")
@@ -151,7 +151,7 @@ def choose(
     mixed_s = at_once_s(full_nbytes, offer, delta_s, rates, ahead_nbytes)
     pending = f"all made in {offer.pending_s:.3g} s, at once {mixed_s:.3g} s"
     waited_for = offer.pending_s + delta_s < min(full_s, mixed_s)
-    if waited_for and waited_s + offer.pending_s <= min(patience_s, full_s):
+    if waited_for and waited_s + offer.pending_s <= min(most_wait_s, full_s):
         return PullChoice(Form.NOTHING_YET, full_s, delta_s, f"nothing yet: {pending}; {facts}")
     return PullChoice(Form.DELTA, full_s, delta_s, f"deltas as far as they are made: {pending}; {facts}")
 

@@ -48,7 +48,7 @@ MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
 LED_NBYTES = 32 << 20
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
 #: A pull waits so long in all for deltas that are nearly made, where that is predicted to be quicker: a quarter of its usual deadline.
-PATIENCE_S = 30.0
+MOST_WAIT_S = 30.0
 _ASKED_AT_ONCE = 2  # chunks of each connection, before it delivered any
 #: Of a version of so many chunks, each connection asks for its first one the other way, so that both ways stay measured.
 PROBED_CHUNKS = 256
@@ -231,7 +231,7 @@ class Pull:
             self.known_rates(),
             ahead_nbytes=_ASKED_AT_ONCE * len(self._streams) * self.manifest.chunk_nbytes,
             waited_s=waited_s,
-            patience_s=PATIENCE_S,
+            most_wait_s=MOST_WAIT_S,
         )
         if found.form is Form.NOTHING_YET and self._waiting_since is None:
             self._waiting_since = now

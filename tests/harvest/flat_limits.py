@@ -1,4 +1,4 @@
-"""`Limits` from flat keywords: a test names the two or three limits that it is about."""
+"""`HarvestLimits` from flat keywords: a test names the two or three limits that it is about."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from scavenger.harvest.decide.actions import (
     Caps,
+    HarvestLimits,
     Headroom,
     JobLimits,
     JobPlacement,
-    Limits,
     Restrictions,
     YieldLimits,
 )
@@ -31,7 +31,7 @@ _GROUPS: dict[str, tuple[type[Any], dict[str, str]]] = {
 }
 
 
-def limits_with(base: Limits | str = "", /, **flat: Any) -> Limits:
+def limits_with(base: HarvestLimits | str = "", /, **flat: Any) -> HarvestLimits:
     """`base` with some limits changed, each called as in the configuration; a new one of this partition where `base` is a name."""
     own: dict[str, Any] = {}
     of_group: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
@@ -43,8 +43,8 @@ def limits_with(base: Limits | str = "", /, **flat: Any) -> Limits:
                 break
         else:
             own[name] = value
-    if isinstance(base, Limits):
+    if isinstance(base, HarvestLimits):
         groups = {group: replace(getattr(base, group), **changed) for group, changed in of_group.items()}
         return replace(base, **groups, **own)
     made = {group: _GROUPS[group][0](**changed) for group, changed in of_group.items()}
-    return Limits(own.pop("partition", base), **made, **own)
+    return HarvestLimits(own.pop("partition", base), **made, **own)

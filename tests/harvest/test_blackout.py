@@ -23,12 +23,13 @@ from scavenger.harvest.decide.actions import (
     DrainAllocated,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     OurJob,
     OwnerRule,
     Submit,
 )
-from scavenger.harvest.decide.decide import allot, decide, leave_for_blackout_at
+from scavenger.harvest.decide.decide import allot, decide
+from scavenger.harvest.decide.drain import leave_for_blackout_at
 from scavenger.harvest.limits import blackouts, limits_of, owner_rules
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.ledger import records as rec
@@ -47,11 +48,11 @@ LIMITS = limits_with(
 )
 
 
-def dark(begins_in: float, lasts: float = 3600.0) -> Limits:
+def dark(begins_in: float, lasts: float = 3600.0) -> HarvestLimits:
     return replace(LIMITS, blackouts=(BlackoutTime(NOW + begins_in, NOW + begins_in + lasts, "exams"),))
 
 
-def decided(limits: Limits, jobs: Sequence[OurJob] = (), want: int = 3) -> HarvestDecision:
+def decided(limits: HarvestLimits, jobs: Sequence[OurJob] = (), want: int = 3) -> HarvestDecision:
     listed = [
         ours(job.intent_id, job.job_id, JobState.PENDING if job.waits else JobState.RUNNING) for job in jobs
     ]
@@ -202,7 +203,7 @@ def two_kinds() -> Any:
     return replace(view(NOW, (), nodes), partitions=(*PARTITIONS, small))
 
 
-def asked(limits: Limits, jobs: Sequence[OurJob] = (), *wants: Demand) -> HarvestDecision:
+def asked(limits: HarvestLimits, jobs: Sequence[OurJob] = (), *wants: Demand) -> HarvestDecision:
     return decide(two_kinds(), list(wants) or [demand(9)], jobs, limits, NOW)
 
 

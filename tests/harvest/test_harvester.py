@@ -15,8 +15,8 @@ import pytest
 from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
-from scavenger.harvest import poller as polling
-from scavenger.harvest.track.observed_jobs import comment_of
+from scavenger.harvest import harvester as polling
+from scavenger.harvest.decide.actions import comment_of
 from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.observe import status

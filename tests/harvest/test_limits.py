@@ -1,4 +1,4 @@
-"""Limits by the hour of the week, the kill switch, and what it means when Slurm hides others' jobs."""
+"""HarvestLimits by the hour of the week, the kill switch, and what it means when Slurm hides others' jobs."""
 
 from __future__ import annotations
 

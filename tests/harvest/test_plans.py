@@ -16,7 +16,7 @@ from scavenger.harvest.decide.decide import (
     Submit,
     decide,
 )
-from scavenger.harvest.poller import KEPT_S, Plans
+from scavenger.harvest.harvester import KEPT_S, Plans
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import job, node, ours, view

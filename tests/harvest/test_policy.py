@@ -19,7 +19,7 @@ from scavenger.harvest.decide.decide import (
     DrainKind,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     OurJob,
     Submit,
     allot,
@@ -128,7 +128,7 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
     others: list[Any],
     jobs: list[OurJob],
     wanted: list[Demand],
-    limits: Limits,
+    limits: HarvestLimits,
     rng: random.Random,
 ) -> None:
     cluster = view(

@@ -58,7 +58,7 @@ def world(sandbox: SlurmSandbox, tmp_path: Path) -> Iterator[World]:
 @pytest.fixture(autouse=True)
 def asked_at_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a site says of itself, which is asked for every 15 minutes."""
-    monkeypatch.setattr("scavenger.harvest.poller.INFO_S", 0.0)
+    monkeypatch.setattr("scavenger.harvest.harvester.INFO_S", 0.0)
 
 
 def sacctmgr(sandbox: SlurmSandbox, *words: str) -> None:

@@ -18,8 +18,8 @@ from scavenger.harvest.decide.actions import (
     DrainKind,
     HarvestCode,
     HarvestDecision,
+    HarvestLimits,
     JobPlacement,
-    Limits,
     Release,
     Submit,
 )
@@ -183,7 +183,7 @@ def test_a_standby_job_that_slurm_does_not_let_us_steer_is_cancelled_and_there_a
     )
     assert [type(command) for command in found] == [Commit, ReleaseJob, Report, Report, Commit, CancelJobs]
     assert one.tracker.intents[A].drain_kind is DrainKind.CANCELLED
-    limits = Limits("scavenge", Caps(4, 4), placement=JobPlacement(standby_jobs=2))
+    limits = HarvestLimits("scavenge", Caps(4, 4), placement=JobPlacement(standby_jobs=2))
     seen = view(20.0, (ours(A, 1),), [node("node1")])
     wanted = one.take_demand([Demand(1, "run", 3, 1, "three")], lambda _: None, "", 20.0)
     decision = one.decide(seen, wanted, {}, limits, None, 20.0)

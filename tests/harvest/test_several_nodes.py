@@ -12,20 +12,20 @@ from scavenger.cluster.model import Job, JobState, Reservation
 from scavenger.cluster.slurm import commands
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ConfigError
+from scavenger.harvest.decide.actions import comment_of
 from scavenger.harvest.decide.decide import (
     Cancel,
     CancelPending,
     DrainAllocated,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     OurJob,
     Submit,
     decide,
 )
 from scavenger.harvest.execute.job_script import job_spec, read_template
 from scavenger.harvest.track.node_health import HealthRules
-from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.harvest.track.tracker import Tracker, TrackerRules
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
@@ -70,7 +70,7 @@ def submits(decision: HarvestDecision) -> list[Submit]:
 
 
 def asked(
-    taken: tuple[int, int, int], want: Demand, limits: Limits = LIMITS, ours: tuple[OurJob, ...] = ()
+    taken: tuple[int, int, int], want: Demand, limits: HarvestLimits = LIMITS, ours: tuple[OurJob, ...] = ()
 ) -> HarvestDecision:
     held = [listed(one, JobState.PENDING if one.waits else JobState.RUNNING) for one in ours]
     nodes = [node("node0"), *(node(f"node{n}", used) for n, used in enumerate(taken, 1))]
@@ -136,7 +136,7 @@ def test_an_engine_that_can_never_start_is_not_wanted_and_the_reason_says_why(
     (action,) = asked((4, 4, 0), want, ours=ours).actions
     assert isinstance(action, DrainAllocated)
     assert action.code in (HarvestCode.NO_DEMAND, HarvestCode.OVER_SHARE)
-    from scavenger.harvest.decide.allotment import placeable
+    from scavenger.harvest.decide.decide import placeable
 
     (found,) = placeable([want], view(NOW), LIMITS)
     assert (found.engines, found.reason) == (0, said)
@@ -169,7 +169,9 @@ def test_no_standby_job_waits_for_a_run_whose_engines_take_several_nodes() -> No
 # ---------------------------------------------------------------- and leaves
 
 
-def leaving(ours: tuple[OurJob, ...], *others: Job, limits: Limits = LIMITS, **seen: Any) -> dict[str, str]:
+def leaving(
+    ours: tuple[OurJob, ...], *others: Job, limits: HarvestLimits = LIMITS, **seen: Any
+) -> dict[str, str]:
     held = [listed(one) for one in ours]
     wanted = [demand(9), Demand(2, "run2", 1, 4, "useful")]
     found = decide(replace(view(NOW, [*held, *others]), **seen), wanted, ours, limits, NOW)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scavenger.cluster.model import JobState
+from scavenger.harvest.decide.actions import comment_of
 from scavenger.harvest.decide.decide import DrainKind
 from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
@@ -39,15 +40,12 @@ def test_every_slurm_state_is_a_sight_and_a_completing_job_still_holds(state: Jo
 def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -> None:
     assert observed_jobs.intent_in(ours(A, 1), UID) == (A, True)
     assert observed_jobs.intent_in(ours(A, 1, comment="energy=12"), UID) == (A, False)
-    assert observed_jobs.intent_in(ours(A, 1, comment=observed_jobs.comment_of("00000000", A)), UID) == (
-        "",
-        False,
-    )
+    assert observed_jobs.intent_in(ours(A, 1, comment=comment_of("00000000", A)), UID) == ("", False)
     assert observed_jobs.intent_in(ours(A, 1, comment="", name="train"), UID) == ("", False)
-    told = observed_jobs.comment_of(UID, A, "math-1", "ada")
+    told = comment_of(UID, A, "math-1", "ada")
     assert told == f"scavenger:{UID}:{A},run=math-1,owner=ada", "whose GPUs they are, for `squeue -o %k`"
     assert observed_jobs.intent_in(ours(A, 1, comment=told, name="x"), UID) == (A, True)
-    whom = observed_jobs.comment_of(UID, A, "math-1", "ada", "hpc-help@site.org")
+    whom = comment_of(UID, A, "math-1", "ada", "hpc-help@site.org")
     assert whom == f"{told},contact=hpc-help@site.org", "whom other users ask"
     assert observed_jobs.intent_in(ours(A, 1, comment=whom, name="x"), UID) == (A, True)
 
@@ -488,7 +486,7 @@ def test_after_a_restart_a_hold_that_had_ended_is_not_recorded_again(state: JobS
 def test_jobs_with_our_uid_and_no_open_intent_are_strangers_others_are_left_alone() -> None:
     w = Watch()
     unknown = ours(B, 9)
-    foreign = ours(B, 10, comment=observed_jobs.comment_of("00000000", B))
+    foreign = ours(B, 10, comment=comment_of("00000000", B))
     nameless = ours(B, 11, comment="")
     forged = ours(B, 12, user="mallory")
     over = ours(B, 13, JobState.CANCELLED)

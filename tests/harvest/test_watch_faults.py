@@ -248,7 +248,7 @@ def test_a_qos_that_nobody_may_preempt_any_more_gets_no_more_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """slurmdbd is asked who may preempt whom: at the start, and again as often as for the configuration."""
-    monkeypatch.setattr("scavenger.harvest.poller.INFO_S", 0.0)
+    monkeypatch.setattr("scavenger.harvest.harvester.INFO_S", 0.0)
     with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=True)) as made:
         cluster = SlurmCluster(made.env)
         world = World(cluster, tmp_path, tmp_path / "state")

@@ -20,7 +20,7 @@ from scavenger.harvest.decide.decide import (
     DrainKind,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     OurJob,
     Submit,
     decide,
@@ -593,7 +593,7 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
     booked: list[Reservation],
     engines: int,
     gpus: int,
-    limits: Limits,
+    limits: HarvestLimits,
 ) -> None:
     cluster = cluster_of(taken, others, fleet, booked)
     decision = decide(cluster, want(engines, gpus), fleet, limits, NOW)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.harvest.track.observed_jobs import comment_of
+from scavenger.harvest.decide.actions import comment_of
 from scavenger.ledger.records import JobIntended
 
 UID = "feedbeef"

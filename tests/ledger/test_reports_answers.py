@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.decide.actions import BlackoutTime, OwnerRule
-from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision, Limits, OurJob, decide
+from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision, HarvestLimits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.policy.fleet_size import Benefit, Demand
@@ -276,7 +276,7 @@ def mine(waits: bool) -> OurJob:
 
 
 def why_none(
-    demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any
+    demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: HarvestLimits = LIMITS, **cluster: Any
 ) -> HarvestDecision:
     """What the policy says where it does nothing."""
     seen = view(T0, cluster.get("others", ()), cluster.get("nodes", NODES))

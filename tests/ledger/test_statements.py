@@ -11,7 +11,8 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger.write import sql_page
 from scavenger.ledger.write.batches import BARRIERS, arrange
-from scavenger.ledger.write.statements import KINDS, parameters, weigh
+from scavenger.ledger.write.statements import KINDS, parameters
+from scavenger.ledger.write.writer import weigh
 from tests.ledger.examples import chunk, everything, group
 
 

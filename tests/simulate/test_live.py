@@ -8,7 +8,7 @@ import pytest
 
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.errors import ConfigError
-from scavenger.harvest.decide.decide import Limits, Submit
+from scavenger.harvest.decide.decide import HarvestLimits, Submit
 from scavenger.simulate import live
 from scavenger.simulate.live import ClusterPoll, EngineRequest, poll
 from tests.harvest.flat_limits import limits_with
@@ -29,7 +29,7 @@ BOTH = ClusterView(NOW, NODES, (), (NORMAL, SCAVENGE))
 
 
 def at(
-    view: ClusterView, wish: EngineRequest, limits: Limits = LIMITS, info: ClusterInfo = INFO
+    view: ClusterView, wish: EngineRequest, limits: HarvestLimits = LIMITS, info: ClusterInfo = INFO
 ) -> ClusterPoll:
     return poll(view, info, wish, limits, NOW)
 

@@ -81,14 +81,14 @@ def test_it_waits_for_deltas_only_where_that_is_quicker_and_never_longer_than_it
     offer = DeltaOffer(0.01 * GB, pending_s=1.0)  # full 100.5 s, delta 1.75 s
 
     def form(offer: DeltaOffer, *, ahead: float = 0.032 * GB, waited: float = 0.0) -> Form:
-        return choose(GB, offer, rates, ahead_nbytes=ahead, waited_s=waited, patience_s=30.0).form
+        return choose(GB, offer, rates, ahead_nbytes=ahead, waited_s=waited, most_wait_s=30.0).form
 
     assert form(offer) is Form.NOTHING_YET
     assert form(offer, ahead=0.0) is Form.DELTA, "whole chunks that are in nobody's way are a gain"
     assert form(replace(offer, pending_s=4.0)) is Form.DELTA, "the whole ones are here before"
     assert form(replace(offer, pending_s=0.0)) is Form.DELTA
     assert form(offer, waited=29.5) is Form.DELTA
-    assert "all made in 1 s" in choose(GB, offer, rates, ahead_nbytes=3e7, patience_s=30.0).reason
+    assert "all made in 1 s" in choose(GB, offer, rates, ahead_nbytes=3e7, most_wait_s=30.0).reason
 
 
 @settings(max_examples=300, deadline=None)
@@ -118,7 +118,7 @@ def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
 ) -> None:
     rates = Rates(link=rate(link), applying=rate(applying), threads=threads, bound_nbytes_per_s=bound)
     offer = DeltaOffer(share * full, steps, pending)
-    found = choose(full, offer, rates, ahead_nbytes=ahead, waited_s=waited, patience_s=30.0)
+    found = choose(full, offer, rates, ahead_nbytes=ahead, waited_s=waited, most_wait_s=30.0)
     assert found.delta_s is not None
     assert found.reason
     match found.form:

@@ -1,10 +1,11 @@
 """The vocabulary of the harvest policy: what it knows of our jobs, what is allowed now, what it may do and why. Frozen dataclasses.
 
-Owns no rule.
+And how a job of ours is named, so that it is found again (`track.observed_jobs.intent_in`). Owns no rule.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -225,7 +226,7 @@ class Restrictions:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HarvestLimits:
     """What is allowed now. Times in Unix seconds, durations in seconds."""
 
     partition: str
@@ -322,3 +323,23 @@ class HarvestDecision:
     code: HarvestCode
     could_start: tuple[int, ...] = ()
     start_benefits: tuple[str, ...] = ()
+
+
+#: An intent's id: its job's name.
+INTENT = re.compile(r"scv-[0-9a-f]{16}")
+_PLAIN = re.compile(r"[A-Za-z0-9_.@-]+")
+
+
+def intent_name(token: str) -> str:
+    """The intent id for sixteen random hex digits. It is the job's name too: plugins rewrite comments."""
+    name = f"scv-{token}"
+    if not INTENT.fullmatch(name):
+        raise ValueError(f"not sixteen hex digits: {token!r}")
+    return name
+
+
+def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "", contact: str = "") -> str:
+    """A job's comment: what identifies it, then for people whose run it works for, where those are plain names, and whom to ask."""
+    told = [f"{what}={name}" for what, name in (("run", run), ("owner", owner)) if _PLAIN.fullmatch(name)]
+    told += [f"contact={contact}"] if contact else []
+    return ",".join([f"scavenger:{uid}:{intent_id}", *told])

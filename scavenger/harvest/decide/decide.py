@@ -1,60 +1,59 @@
 """Which jobs to submit, keep, drain and cancel. Pure: `decide` is a function of its arguments and returns its reasons.
 
     stop, time limits, reservations, drained nodes, other users who wait  --> engines that leave, whatever the demand
-    demand --share of max_engines and max_gpus--> allotment a run --less our jobs--> deficit (submit) or surplus (cancel, drain)
+    demand --turns by share, within max_engines and max_gpus--> allotment a run --less our jobs--> deficit (submit) or surplus (drain)
     other users' pending jobs, reservations, headroom --`free_capacity`--> where the deficit may go
     ages of what is idle, what an engine saves its run --`free_capacity.StartBenefits`--> which of it is worth a start
+    deficit, and where it may go --`start`--> submissions, within the limits
 
 A waiting job of ours serves demand where it keeps its place (`standby`); one that does not is cancelled, and submitted afresh where there
 is free capacity.
 
-Owns the rules, the order of the limits and the words for what stopped it. Knows nothing of how the cluster is observed, how jobs are
-submitted or what happened earlier: the tracker says what our jobs are, `Limits` what is allowed now. Everything is sorted before it is
-decided on, so equal facts in another order decide the same.
+Turns: one engine to each owner, as often as its share. An owner that may use some nodes only (`owners.gpu_types_of`, `partitions_of`)
+takes a turn from others only for an engine that could start there: on idle GPUs, or on those of engines that leave because their run has
+more than its turns.
+
+Owns the rules, the order of the limits, the turns, and which engine of a run is worth least. Knows nothing of how the cluster is observed,
+how jobs are submitted or what happened earlier: the tracker says what our jobs are, `HarvestLimits` what is allowed now. Everything is
+sorted before it is decided on, so equal facts in another order decide the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 
-from scavenger.cluster.model import ClusterView, Node
+from scavenger.cluster.model import ClusterView
 from scavenger.harvest.decide import standby
 from scavenger.harvest.decide.actions import (
     Action,
-    BlackoutTime,
     Cancel,
     CancelPending,
     DrainAllocated,
     DrainKind,
     HarvestCode,
     HarvestDecision,
-    Limits,
+    HarvestLimits,
     OurJob,
+    OwnerRule,
     Release,
     Submit,
 )
-from scavenger.harvest.decide.allotment import allot, allot_within_reach, placeable, worth
-from scavenger.harvest.decide.drain import Drain, asked_to_drain, cancel_overdue
+from scavenger.harvest.decide.drain import Drain, asked_to_drain, cancel_overdue, leave_for_blackout_at
 from scavenger.harvest.decide.free_capacity import (
     FreeCapacity,
-    NodeChoice,
     StartBenefits,
     cap_groups,
     free_capacity_of,
     nodes_of,
     waits_for,
 )
-from scavenger.harvest.decide.other_users import OWN_LIMIT, NodeCapacity, QueueScan, scan_queue
-from scavenger.harvest.decide.standby import (
-    StandbyJobs,
-    StandbyMove,
-    more,
-    not_beneficial_to,
-    set_aside_or_move,
-)
+from scavenger.harvest.decide.other_users import scan_queue
+from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
 from scavenger.harvest.decide.voluntary_preemption import could_start
 from scavenger.policy.fleet_size import Demand
 
@@ -66,7 +65,7 @@ __all__ = [
     "DrainKind",
     "HarvestCode",
     "HarvestDecision",
-    "Limits",
+    "HarvestLimits",
     "OurJob",
     "Release",
     "Submit",
@@ -75,31 +74,21 @@ __all__ += ["allot", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionFacts:
+class DecisionFacts(StartFacts):
     """What one decision is made from: the arguments of `decide`, sorted, and what several clauses need of them.
 
-    `jobs`: all of ours; `engines`: those that are no standby jobs, pending or running. `wanted`: demand for engines, by run id.
-    `allotted`: engines a run may have. `vacate`: nodes that runs need which may use no others.
-    `closed`: why nothing may be harvested at all. `queue`, `capacity`: the view, read once.
+    `jobs`: all of ours. `vacate`: nodes that runs need which may use no others. `closed`: why nothing may be harvested at all.
     """
 
-    view: ClusterView
     demand: Sequence[Demand]
-    limits: Limits
-    now: float
-    jobs: list[OurJob]
-    engines: list[OurJob]
-    standby_jobs: list[OurJob]
-    wanted: list[Demand]
-    allotted: dict[int, int]
+    jobs: Sequence[OurJob]
+    standby_jobs: Sequence[OurJob]
     vacate: frozenset[str]
     closed: tuple[HarvestCode, str] | None
-    queue: QueueScan
-    capacity: NodeCapacity
 
 
 def decide(
-    view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
+    view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: HarvestLimits, now: float
 ) -> HarvestDecision:
     """What to do about our jobs, given one poll. Each clause takes what no clause before it decided on.
 
@@ -132,7 +121,7 @@ def decide(
     )
 
 
-def _too_old(view: ClusterView, limits: Limits, now: float) -> str:
+def _too_old(view: ClusterView, limits: HarvestLimits, now: float) -> str:
     age = now - view.observed_at
     if age <= limits.stale_s:
         return ""
@@ -140,7 +129,7 @@ def _too_old(view: ClusterView, limits: Limits, now: float) -> str:
 
 
 def _facts(
-    view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
+    view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: HarvestLimits, now: float
 ) -> DecisionFacts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
     demand = placeable(demand, view, limits)
@@ -151,19 +140,19 @@ def _facts(
     free = partial(free_capacity_of, view, queue, capacity, limits, now)
     allotment = allot_within_reach(wanted, engines, free, limits, 0 if closed else limits.caps.max_engines)
     return DecisionFacts(
-        view,
-        demand,
-        limits,
-        now,
-        jobs=ours,
-        engines=engines,
-        standby_jobs=[job for job in ours if job.standby],
-        wanted=wanted,
-        allotted=allotment.engines,
-        vacate=allotment.vacate,
-        closed=closed,
+        view=view,
         queue=queue,
         capacity=capacity,
+        engines=engines,
+        wanted=wanted,
+        allotted=allotment.engines,
+        limits=limits,
+        now=now,
+        demand=demand,
+        jobs=ours,
+        standby_jobs=[job for job in ours if job.standby],
+        vacate=allotment.vacate,
+        closed=closed,
     )
 
 
@@ -191,7 +180,7 @@ def _could_start(facts: DecisionFacts) -> tuple[int, ...]:
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def harvesting_closed(limits: Limits, now: float) -> tuple[HarvestCode, str] | None:
+def harvesting_closed(limits: HarvestLimits, now: float) -> tuple[HarvestCode, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.restrictions.stop:
         return HarvestCode.STOPPED, limits.restrictions.stop
@@ -205,22 +194,6 @@ def harvesting_closed(limits: Limits, now: float) -> tuple[HarvestCode, str] | N
         begins = "is on" if now >= one.start else f"begins in {one.start - now:.0f} s"
         return HarvestCode.BLACKOUT, f"a blackout {begins} ({one.words})"
     return None
-
-
-def leave_for_blackout_at(one: BlackoutTime, limits: Limits) -> float:
-    """When engines are asked to leave for it (Unix s): between two polls nothing is decided, and one that hangs is cancelled later."""
-    return one.start - limits.job.drain_before_s - max(limits.yielding.horizon_s, limits.drain_notice_s)
-
-
-def blackout_near(limits: Limits, now: float) -> str:
-    """Why no engine is to start: it would not have its least life before a blackout. "" when it would."""
-    one = next(iter(limits.blackouts), None)
-    if (
-        one is None
-        or now + limits.job.min_life_s <= leave_for_blackout_at(one, limits) + limits.job.drain_before_s
-    ):
-        return ""
-    return f"a blackout begins in {max(0.0, one.start - now):.0f} s ({one.words}): no engine would live for long enough"
 
 
 def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
@@ -297,7 +270,7 @@ def _gpus_in(job: OurJob, nodes: Sequence[str], names: frozenset[str]) -> int:
     return job.gpus_on_node * sum(name in names for name in nodes)
 
 
-def _share(want: Demand, limits: Limits) -> str:
+def _share(want: Demand, limits: HarvestLimits) -> str:
     """What its owner's share is, where any owner's is not 1."""
     shares = {rule.owner: rule.share for rule in limits.owners if rule.share != 1}
     return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
@@ -322,360 +295,193 @@ def _summary(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[
     return "; ".join(words)
 
 
-# ---------------------------------------------------------------- what is submitted
-
-Start = Submit | Release | CancelPending
+# ---------------------------------------------------------------- how many engines each run may have
 
 
-def start_jobs(
-    facts: DecisionFacts,
-    serving: Sequence[OurJob],
-    standby_jobs: Sequence[OurJob],
-    start_benefits: StartBenefits,
-) -> tuple[list[Start], HarvestCode, str]:
-    """Jobs for the demand that `serving` leaves, as far as free capacity and limits go; and what stopped it, as code and words.
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """`engines`: by run id. `vacate`: nodes that are taken, and are needed for engines that may start nowhere else."""
 
-    The runs take turns. New standby jobs come first: they are to be older than what is submitted with them. `standby_jobs`: those that
-    may be released.
+    engines: dict[int, int]
+    vacate: frozenset[str] = frozenset()
+
+
+def allot(
+    demand: Sequence[Demand],
+    most: int,
+    most_gpus: int | None = None,
+    shares: Mapping[str, int] = MappingProxyType({}),
+    fits: Callable[[Demand], bool] = lambda _: True,
+) -> dict[int, int]:
+    """Share `most` engines and `most_gpus` GPUs: one engine to each owner in turn, for the run of the owner that was given fewest.
+
+    An owner with a share of n has n turns for each of others: the next is the owner with least for its share. In the order of
+    run ids, until no run wants more or what is left is too small. A run for whose next engine nothing `fits` takes no more turns.
     """
-    view, queue, wanted, allotted = facts.view, facts.queue, facts.wanted, facts.allotted
-    limits, now = facts.limits, facts.now
-    have = Counter(job.run_id for job in serving)
-    deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in wanted}
-    waiting = any(job.waits for job in serving)
-    if not any(missing > 0 for missing in deficit.values()):
-        stop = _shared_out(wanted, allotted, limits)
-        if stop is not None:
-            return [], *stop
-        if not waiting:
-            return [], HarvestCode.SERVED, ""
-    stop = _not_now(view, queue, serving, limits, now)
-    if stop is not None:
-        return [], *stop
-    free = free_capacity_of(view, queue, facts.capacity, limits, now)
-    start_benefits.measure(free)
-    not_beneficial = not_beneficial_to(view, queue, wanted, serving, limits, now, start_benefits)
-    # Takes from `free` what our waiting jobs will start on; what follows sees the rest.
-    relocating = set_aside_or_move(queue, free, serving, facts.engines, not_beneficial, limits, now)
-    moving = [*not_beneficial, *relocating]
-    user_gpus = queue.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in queue.ours)
-    drafts = _Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits)
-    new, stop = _fill(wanted, deficit, drafts, now)
-    moved = _move({d.run_id: d for d in wanted}, moving, drafts, now)
-    actions = [*more(standby_jobs, wanted, allotted, limits, drafts.least_share(wanted)), *moved, *new]
-    if stop is not None:
-        return actions, *stop
-    if free.refused:
-        return actions, why_no_capacity(free), f"no free capacity for more: {free.explain()}"
-    return actions, *(_shared_out(wanted, allotted, limits) or (HarvestCode.OWN_PENDING, ""))
-
-
-def _fill(
-    wanted: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
-) -> tuple[list[Start], tuple[HarvestCode, str] | None]:
-    """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand. A limit of one
-    owner ends it only where nothing begins.
-    """
-    begun: list[Start] = []
-    of_owner: tuple[HarvestCode, str] | None = None
-    while any(missing > 0 for missing in deficit.values()):
-        for want in wanted:
-            if deficit[want.run_id] <= 0:
-                continue
-            stop = drafts.limit_broken(want)
-            if stop is not None:
-                return begun, stop
-            if owners_stop := drafts.owner_limit_broken(want):
-                deficit[want.run_id], of_owner = 0, owners_stop  # runs of other owners go on
-                continue
-            place = drafts.reserve_node(want)
-            deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
-            if place is not None:
-                begun.append(drafts.release_or_draft(want, place, now))
-    return begun, None if begun else of_owner
-
-
-def _move(
-    by_run: Mapping[int, Demand], moving: Sequence[StandbyMove], drafts: _Drafts, now: float
-) -> list[Start]:
-    """Cancel what does not keep its place, and submit it afresh as far as another node has free capacity. Where other users hold GPUs
-    too it goes there as it is, with its age (`standby`)."""
-    actions: list[Start] = []
-    for move in moving:
-        want = by_run[move.job.run_id]
-        broken = drafts.limit_broken(want, move.job) or drafts.owner_limit_broken(want, move.job)
-        place = drafts.reserve_node(want, move) if broken is None else None
-        if place is None and not move.anyway:
-            continue  # a smaller engine may still fit
-        if place is not None and drafts.can_release_at(move, place):
-            actions.append(
-                Release(
-                    move.job.intent_id,
-                    place.name,
-                    f"{move.why}, and it can start on {place.name} now",
-                    HarvestCode.FRESH,
-                )
-            )
+    wanted = sorted(demand, key=lambda d: d.run_id)
+    left = {d.run_id: d.engines for d in wanted}
+    given = dict.fromkeys(left, 0)
+    runs_of = {
+        owner: [d for d in wanted if d.owner == owner] for owner in dict.fromkeys(d.owner for d in wanted)
+    }
+    gpus = float("inf") if most_gpus is None else most_gpus
+    turns = dict.fromkeys(runs_of, 0)
+    while most > 0:
+        for d in wanted:
+            if d.gpus > gpus:
+                left[d.run_id] = 0
+        asking = [owner for owner, runs in runs_of.items() if any(left[d.run_id] for d in runs)]
+        if not asking:
+            break
+        owner = min(
+            asking, key=lambda owner: Fraction(turns[owner], shares.get(owner, 1))
+        )  # of equals the first
+        d = min((d for d in runs_of[owner] if left[d.run_id]), key=lambda d: (given[d.run_id], d.run_id))
+        if not fits(d):
+            left[d.run_id] = 0
             continue
-        drafts.uncount(move.job)
-        why, code = (
-            (move.why, HarvestCode.SETTLING)
-            if move.anyway
-            else (f"{move.why}, and a fresh one can start now", HarvestCode.FRESH)
-        )
-        actions.append(CancelPending(move.job.intent_id, why, code))
-        if place is not None:
-            actions.append(drafts.draft(want, place, now, move.standby_s))
-    return actions
+        left[d.run_id] -= 1
+        given[d.run_id] += 1
+        turns[owner] += 1
+        most, gpus = most - 1, gpus - d.gpus
+    return given
 
 
-def _shared_out(
-    wanted: Sequence[Demand], allotted: Mapping[int, int], limits: Limits
-) -> tuple[HarvestCode, str] | None:
-    """Why less is allotted than is wanted, when it is."""
-    if sum(d.engines for d in wanted) <= sum(allotted.values()):
-        return None
-    if sum(allotted.values()) >= limits.caps.max_engines:
-        return HarvestCode.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
-    return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached"
-
-
-def _not_now(
-    view: ClusterView, queue: QueueScan, serving: Sequence[OurJob], limits: Limits, now: float
-) -> tuple[HarvestCode, str] | None:
-    """Why nothing is submitted now, though it is wanted."""
+def placeable(demand: Sequence[Demand], view: ClusterView, limits: HarvestLimits) -> list[Demand]:
+    """The demand, of which a run wants no engine that the partition's nodes cannot hold or that the site does not allow: others take no
+    turn behind it."""
     partition = view.partition(limits.partition)
-    if partition is None or not partition.up:
-        return (
-            HarvestCode.PARTITION_DOWN,
-            f"partition {limits.partition} is {'down' if partition else 'not there'}",
-        )
-    if now < limits.restrictions.not_before:
-        return HarvestCode.BACKOFF, f"backs off: {limits.restrictions.not_before_reason}"
-    if preempted := preempted_enough(limits):
-        return HarvestCode.PREEMPTIONS, preempted
-    if near := blackout_near(limits, now):
-        return HarvestCode.BLACKOUT, near
-    for job in serving:
-        listed = queue.ours.get(job.job_id)
-        if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
-            return (
-                HarvestCode.ACCOUNT_LIMIT,
-                f"Slurm holds job {job.job_id} back ({listed.reason}): more would wait with it",
-            )
-    return None
+    if partition is None:
+        return list(demand)
+    gpus = [node.gpus for node in view.nodes if node.name in partition.nodes]
+    return [
+        replace(d, engines=0, reason=why) if (why := _unplaceable(d, gpus, limits)) else d for d in demand
+    ]
 
 
-def preempted_enough(limits: Limits) -> str:
-    """Why no engine is to start for a while, however much is idle; "" when it may."""
-    most = limits.caps.max_preemptions_per_hour
-    if most is None or limits.restrictions.preempted_last_hour < most:
+def _unplaceable(d: Demand, gpus_of_nodes: Sequence[int], limits: HarvestLimits) -> str:
+    """Why no engine of this run can ever start; "" where one can. `gpus_of_nodes`: GPUs of each node of the partition, taken or not."""
+    most, nodes = limits.caps.max_nodes_per_engine, d.nodes_per_engine
+    if nodes > most:
+        return f"run.nodes_per_engine = {nodes}, and harvest.max_nodes_per_engine = {most}"
+    large = sum(gpus >= d.gpus_per_engine for gpus in gpus_of_nodes)
+    if large >= nodes:
         return ""
-    return f"{limits.restrictions.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
+    of = (
+        f"no node of partition {limits.partition} has"
+        if nodes == 1
+        else f"{large} nodes of partition {limits.partition} have"
+    )
+    return f"{of} the {d.gpus_per_engine} GPUs of an engine{f' on each of its {nodes} nodes' if nodes > 1 else ''}"
 
 
-class _Drafts:
-    """The submissions of one decision, counted against the limits. Jobs that leave count until they are gone."""
+def allot_within_reach(
+    wanted: Sequence[Demand],
+    engines: Sequence[OurJob],
+    free: Callable[[], FreeCapacity],
+    limits: HarvestLimits,
+    most: int,
+) -> Allotment:
+    """Turns, of which owners that may use some nodes only take those for engines that have a place, or could get one. What is left is
+    theirs all the same. `engines`: ours, waiting ones and those that leave included. `free`: a count of its own at each call."""
+    shares = {rule.owner: rule.share for rule in limits.owners}
+    plain = allot(wanted, most, limits.caps.max_gpus, shares)
+    rules = [rule for rule in limits.owners if rule.gpu_types is not None or rule.partitions is not None]
+    owners = {rule.owner for rule in rules}
+    bounded = {d.run_id for d in wanted if d.owner in owners}
+    if not bounded or all(plain[d.run_id] >= d.engines for d in wanted):
+        return Allotment(plain)
+    staying = [job for job in engines if job.drain_kind is DrainKind.NO and not job.waits]
+    leaving = [job for job in engines if job.drain_kind is not DrainKind.NO]
+    others_wait = [job for job in engines if job.waits and job.run_id not in bounded]
+    # First as if any engine might go that is where its owner may start, then with those alone that go.
+    only = _nodes_of(rules, free())
+    allotted, vacate = plain, frozenset[str]()
+    going = [
+        job
+        for job in staying
+        if job.run_id not in bounded or only.get(job.owner, frozenset()).issuperset(job.nodes)
+    ]
+    for _ in range(2):
+        kept = Counter(job.run_id for job in staying) - Counter(job.run_id for job in going)
+        reach = _Reach(free(), only, kept, [*leaving, *going], others_wait, limits)
+        allotted = allot(wanted, most, limits.caps.max_gpus, shares, reach.take)
+        vacate = frozenset(reach.vacate)
+        going = _beyond(staying, allotted, vacate)
+    rest = [replace(d, engines=d.engines - allotted[d.run_id]) for d in wanted]
+    gpus = limits.caps.max_gpus
+    if gpus is not None:
+        gpus -= sum(allotted[d.run_id] * d.gpus for d in wanted)
+    more = allot(rest, most - sum(allotted.values()), gpus, shares)
+    return Allotment({run_id: n + more[run_id] for run_id, n in allotted.items()}, vacate)
+
+
+def _beyond(staying: Iterable[OurJob], allotted: Mapping[int, int], vacate: frozenset[str]) -> list[OurJob]:
+    """Engines that leave because their runs have more than these."""
+    left, found = Counter(dict(allotted)), []
+    for job in sorted(staying, key=lambda job: worth(job, vacate)):
+        left[job.run_id] -= 1
+        if left[job.run_id] < 0:
+            found.append(job)
+    return found
+
+
+def _nodes_of(rules: Sequence[OwnerRule], free: FreeCapacity) -> dict[str, frozenset[str]]:
+    return {rule.owner: nodes_of(rule, free.nodes.values()) or frozenset() for rule in rules}
+
+
+class _Reach:
+    """What may begin on the nodes of owners that may use some only. `kept`: engines that stay, by run. `going`: those that leave."""
 
     def __init__(
         self,
-        view: ClusterView,
         free: FreeCapacity,
-        ours: Sequence[OurJob],
-        standby_jobs: Sequence[OurJob],
-        user_gpus: int,
-        limits: Limits,
-        start_benefits: StartBenefits,
+        only: Mapping[str, frozenset[str]],
+        kept: Counter[int],
+        going: Sequence[OurJob],
+        waiting: Sequence[OurJob],
+        limits: HarvestLimits,
     ) -> None:
-        self._standby_jobs, self._nodes = StandbyJobs(standby_jobs), {node.name: node for node in view.nodes}
-        self._free, self.limits, self._start_benefits = free, limits, start_benefits
-        self._engines, self._pending = len(ours), sum(job.waits for job in ours)
-        self._gpus = sum(job.gpus for job in ours)
-        self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
-        self._owner_gpus = Counter[str]()
-        for job in ours:
-            self._owner_gpus[job.owner] += job.gpus
-        part = view.partition(limits.partition)
-        # Caps: `_excluded`. Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.restrictions.quarantined}
-        shut |= {*free.drained, *free.booked, *free.full}
-        self._inside = part.nodes if part is not None else frozenset[str]()
-        self._exclude = frozenset(shut & self._inside)
-        self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}
+        self.vacate: set[str] = set()
+        self._free, self._only, self._job, self._kept = free, only, limits.job, kept
+        shut = {*free.closed, *free.booked}
+        self._going: Counter[str] = Counter()
+        for job in going:
+            for name in set(job.nodes) - shut:
+                self._going[name] += job.gpus_on_node
+        for job in waiting:
+            if pinned := waits_for(job, limits):
+                free.promise(pinned, job.gpus)
+                free.keep(pinned, job.gpus)
 
-    def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[HarvestCode, str] | None:
-        """The limit that one more job for `want` would break, if any. One in the place of another breaks none that more jobs than are
-        allowed exceed already: engines that were preempted together wait together, more of them than `max_pending`."""
-        limits = self.limits
-        one, gpus = (0, want.gpus - instead_of.gpus) if instead_of is not None else (1, want.gpus)
-        if one and self._engines + one > limits.caps.max_engines:
-            return (
-                HarvestCode.MAX_ENGINES,
-                f"max_engines = {limits.caps.max_engines} is reached (draining ones count)",
-            )
-        if gpus > 0 and limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
-            return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (draining ones count)"
-        if (
-            gpus > 0
-            and limits.caps.max_gpus_per_user is not None
-            and self._user_gpus + gpus > limits.caps.max_gpus_per_user
-        ):
-            return (
-                HarvestCode.MAX_PER_USER,
-                f"max_gpus_per_user = {limits.caps.max_gpus_per_user} is reached in the partition",
-            )
-        if one and self._pending + one > limits.caps.max_pending:
-            return HarvestCode.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
-        return None
-
-    def owner_limit_broken(
-        self, want: Demand, instead_of: OurJob | None = None
-    ) -> tuple[HarvestCode, str] | None:
-        """The limit of the run's owner, if one more job for `want` would break it."""
-        gpus = want.gpus - (instead_of.gpus if instead_of is not None else 0)
-        replaced = instead_of is not None and gpus <= 0
-        if replaced or want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
-            return None
-        why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
-        return HarvestCode.MAX_PER_OWNER, why
-
-    def reserve_node(self, want: Demand, instead_of: StandbyMove | None = None) -> NodeChoice | None:
-        """Reserve one engine's GPUs, CPUs and memory (MB) on a node. None, with the reason in `FreeCapacity.refused`, where no node fits.
-        `instead_of`: the standby job that is replaced; its GPUs do not count against the caps."""
-        if instead_of is None or instead_of.anyway:  # that counts against none
-            return self._reserve_node(want)
-        job = instead_of.job
-        pinned = waits_for(job, self.limits)
-        self._free.promise(pinned, -job.gpus)
-        place = self._reserve_node(want)
-        if place is None:
-            self._free.promise(pinned, job.gpus)
-        return place
-
-    def _reserve_node(self, want: Demand) -> NodeChoice | None:
-        limits = self.limits
-        return self._free.take(
-            want.gpus_per_engine,
-            limits.job.cpus,
-            limits.job.memory_mb,
-            self._start_benefits.young(want),
-            self._owner_nodes.get(want.owner),
-            want.nodes_per_engine,
-        )
-
-    def _excluded(self, want: Demand, place: NodeChoice) -> tuple[str, ...]:
-        """Where Slurm is to put no engine: not where the owner may not, on a doubted node only where there is no other for it, and on a
-        node under a cap only those that are counted against it."""
-        doubted = self.limits.restrictions.doubted & self._free.nodes.keys()
-        only = self._owner_nodes.get(want.owner)
-        barred = frozenset[str]() if only is None else self._inside - only
-        barred |= self._free.capped_beside(place.nodes) & self._inside
-        return tuple(sorted(self._exclude | barred | (doubted if doubted.isdisjoint(place.nodes) else set())))
-
-    def uncount(self, job: OurJob) -> None:
-        """A waiting job is cancelled by the same decision."""
-        self._count(-1, -job.gpus, job.owner)
-
-    def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
-        """The smallest number of CPUs and memory (MB) that one engine would get on any node; None where no node fits one."""
-        gpus = min((want.gpus_per_engine for want in demand), default=1)
-        shares = [self._share(node, gpus) for node in self._free.nodes.values()]
-        found = [share for share in shares if share is not None]
-        return (min(cpus for cpus, _ in found), min(memory for _, memory in found)) if found else None
-
-    def release_or_draft(self, want: Demand, place: NodeChoice, now: float) -> Start:
-        """An engine on `place`: a standby job where other users hold GPUs too, else, or where there is none left, a fresh job."""
-        standby_job = self._standby_jobs.take(want) if self._wants_oldest_job(place) else None
-        if standby_job is None:
-            return self.draft(want, place, now)
-        self._count(1, want.gpus, want.owner)
-        why = f"run {want.run}: {want.reason}; {place.name} has the smallest gap that fits, and other users are there too"
-        return Release(standby_job.intent_id, place.name, why)
-
-    def can_release_at(self, move: StandbyMove, place: NodeChoice) -> bool:
-        """Whether a job that waits elsewhere can begin on `place` as it is."""
-        waited = waits_for(move.job, self.limits)
-        pinned = self._nodes.get(waited[0]) if len(waited) == 1 else None
-        if pinned is None or not move.ready or move.anyway or not self._wants_oldest_job(place):
+    def take(self, d: Demand) -> bool:
+        """Whether one more engine for `d` has a place, which is then taken. One that may start anywhere has."""
+        if d.owner not in self._only:
+            return True
+        if self._kept[d.run_id] > 0:
+            self._kept[d.run_id] -= 1
+            return True
+        only, gpus = self._only[d.owner], d.gpus_per_engine
+        nodes = d.nodes_per_engine
+        if self._free.take(gpus, self._job.cpus, self._job.memory_mb, None, only, nodes) is not None:
+            return True
+        given_up = [name for name in sorted(only) if self._going[name] >= gpus][:nodes]
+        if len(given_up) < nodes:
             return False
-        return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
-
-    def _share(self, node: Node, gpus: int) -> tuple[int, int] | None:
-        return self._free.share(node, gpus, self.limits.job.cpus, self.limits.job.memory_mb)
-
-    def _wants_oldest_job(self, place: NodeChoice) -> bool:
-        """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one.
-
-        Without standby jobs no job is steered: a site orders by start, or Slurm refused to release one of ours.
-        """
-        return (
-            self.limits.placement.pin
-            and self.limits.placement.standby_jobs > 0
-            and len(place.nodes) == 1
-            and place.nodes[0] in self._free.shared
-            and place.until == float("inf")
-        )
-
-    def _count(self, jobs: int, gpus: int, owner: str) -> None:
-        self._owner_gpus[owner] += gpus
-        self._engines, self._pending = self._engines + jobs, self._pending + jobs
-        self._gpus, self._user_gpus = self._gpus + gpus, self._user_gpus + gpus
-
-    def draft(self, want: Demand, place: NodeChoice, now: float, standby_s: float = 0.0) -> Submit:
-        """A fresh job. `standby_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
-        limits = self.limits
-        self._count(1, want.gpus, want.owner)
-        why = f"run {want.run}: {want.reason}; {self._free.explain()}"
-        why += f"; {worth}" if (worth := self._start_benefits.why(want, place.nodes)) else ""
-        most_s = 0.0
-        if limits.placement.pin:
-            gap = (
-                "has the smallest gap that fits"
-                if len(place.nodes) == 1
-                else "have the smallest gaps that fit"
-            )
-            why = f"{why}; {place.name} {gap}"
-            most_s = place.until - now - limits.job.drain_before_s if place.until < float("inf") else 0.0
-            least_s = min(most_s, limits.job.min_life_s - limits.job.drain_before_s)
-            most_s = max(most_s - min(standby_s, most_s / 4), least_s)
-        if limits.blackouts:  # should the daemon be away then, Slurm ends it
-            before_s = limits.blackouts[0].start - now - limits.job.drain_before_s
-            most_s = min(most_s or before_s, before_s)
-        return Submit(
-            want.run_id,
-            want.run,
-            limits.partition,
-            want.gpus_per_engine,
-            why,
-            nodelist=place.nodes if limits.placement.pin else (),
-            exclude=() if limits.placement.pin else self._excluded(want, place),
-            engine=want.engine,
-            cpus=place.cpus,
-            memory_mb=place.memory_mb,
-            most_s=most_s,
-            owner=want.owner,
-            nodes=want.nodes_per_engine,
-        )
+        for name in given_up:
+            self._going[name] -= gpus
+        self.vacate.update(given_up)
+        return True
 
 
-def why_no_capacity(free: FreeCapacity) -> HarvestCode:
-    """The first reason for which GPUs are not free for us. GPUs that are too young come first: with them one more job would have fitted."""
-    if free.settling:
-        return HarvestCode.SETTLING
-    if free.claimed:
-        return HarvestCode.OTHER_USERS_PENDING
-    if free.waiting:
-        return HarvestCode.OWN_PENDING
-    if free.headroom_gpus:
-        return HarvestCode.HEADROOM
-    if free.closed:
-        return HarvestCode.QUARANTINE
-    if free.booked:
-        return HarvestCode.RESERVED
-    if free.expected:
-        return HarvestCode.PLANNED
-    if free.capped:
-        return HarvestCode.PER_PARTITION
-    if free.not_owners:
-        return HarvestCode.PER_OWNER_NODES
-    return HarvestCode.PER_NODE if free.full else HarvestCode.NO_CAPACITY
+def worth(job: OurJob, vacate: frozenset[str]) -> tuple[bool, bool, bool, int, float, str]:
+    """Sorts what to keep first: engines before pending jobs, those whose node no other job needs, the most leases, the least long idle;
+    known jobs before lost submissions."""
+    return (
+        job.waits,
+        not vacate.isdisjoint(job.nodes),
+        job.job_id == 0,
+        -job.leases,
+        -job.idle_since,
+        job.intent_id,
+    )

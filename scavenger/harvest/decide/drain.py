@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from scavenger.cluster.model import ClusterView
 from scavenger.harvest.decide.actions import (
+    BlackoutTime,
     Cancel,
     CancelPending,
     DrainAllocated,
     DrainKind,
     HarvestCode,
-    Limits,
+    HarvestLimits,
     OurJob,
 )
 from scavenger.harvest.decide.free_capacity import begins
@@ -31,7 +32,7 @@ _OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_r
 _NEVER = (float("inf"), "")
 
 
-def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Drain]:
+def cancel_overdue(jobs: Sequence[OurJob], limits: HarvestLimits, now: float) -> list[Drain]:
     """Jobs that were asked to leave and are still here, or here again, and jobs that Slurm holds: they would wait for ever."""
     actions: list[Drain] = []
     for job in jobs:
@@ -63,7 +64,7 @@ def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[D
     return actions
 
 
-def must_end_by(job: OurJob, limits: Limits) -> float:
+def must_end_by(job: OurJob, limits: HarvestLimits) -> float:
     """When a job that was asked to leave is cancelled (Unix s)."""
     wait_s = (
         min(limits.drain_notice_s, limits.yielding.same_tier_s)
@@ -79,7 +80,7 @@ def asked_to_drain(
     capacity: NodeCapacity,
     jobs: Sequence[OurJob],
     staying: Sequence[OurJob],
-    limits: Limits,
+    limits: HarvestLimits,
     now: float,
 ) -> list[Drain]:
     """What leaves of `staying`: what Slurm would end anyway first, and for other users only what is still needed then."""
@@ -93,7 +94,7 @@ def asked_to_drain(
 
 
 def _ending(
-    view: ClusterView, queue: QueueScan, staying: Sequence[OurJob], limits: Limits, now: float
+    view: ClusterView, queue: QueueScan, staying: Sequence[OurJob], limits: HarvestLimits, now: float
 ) -> list[Drain]:
     """Engines whose GPUs are not ours for long any more, whether other users want them or not."""
     engines = [job for job in staying if not job.waits]
@@ -150,3 +151,8 @@ def unseen(jobs: Sequence[OurJob], code: HarvestCode, why: str) -> list[DrainAll
         DrainAllocated(job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", code)
         for job in staying
     ]
+
+
+def leave_for_blackout_at(one: BlackoutTime, limits: HarvestLimits) -> float:
+    """When engines are asked to leave for it (Unix s): between two polls nothing is decided, and one that hangs is cancelled later."""
+    return one.start - limits.job.drain_before_s - max(limits.yielding.horizon_s, limits.drain_notice_s)

@@ -3,7 +3,7 @@
     usable nodes of the partition --other users' claims--> --reservations, quarantine--> --our own pending jobs--> --headroom--> free
 
     Demand.benefit   what one more engine saves the run, how long its start takes
-    Limits.idle      since when each GPU is idle, how long such GPUs last  --`policy.fleet_size.start_benefit`-->
+    HarvestLimits.idle      since when each GPU is idle, how long such GPUs last  --`policy.fleet_size.start_benefit`-->
     the age from which one is worth a start: the start-benefit check
 
 GPUs that are too young are the first that other users would take, so what is set aside for them and for headroom is taken from them. A job
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from scavenger.cluster.model import ClusterView, Job, Node, Partition, nodes_in
-from scavenger.harvest.decide.actions import Limits, OurJob, OwnerRule
+from scavenger.harvest.decide.actions import HarvestLimits, OurJob, OwnerRule
 from scavenger.harvest.decide.other_users import (
     NOT_FOR_GPUS,
     NodeCapacity,
@@ -289,7 +289,9 @@ def _few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: float) -> FreeCapacity:
+def find_free_capacity(
+    view: ClusterView, limits: HarvestLimits, ours: Sequence[OurJob], now: float
+) -> FreeCapacity:
     """Idle GPUs of the harvest partition's nodes that no other user's job could take, less those that our own pending jobs will."""
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     free = free_capacity_of(view, queue, capacity, limits, now)
@@ -300,13 +302,13 @@ def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob]
     return free
 
 
-def waits_for(job: OurJob, limits: Limits) -> tuple[str, ...]:
+def waits_for(job: OurJob, limits: HarvestLimits) -> tuple[str, ...]:
     """The nodes for which it waits, () where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
     return nodes_in(job.pinned) if limits.placement.pin else ()
 
 
 def free_capacity_of(
-    view: ClusterView, queue: QueueScan, capacity: NodeCapacity, limits: Limits, now: float
+    view: ClusterView, queue: QueueScan, capacity: NodeCapacity, limits: HarvestLimits, now: float
 ) -> FreeCapacity:
     """The same before our own pending jobs are thought of."""
     part = view.partition(limits.partition)
@@ -384,7 +386,7 @@ def begins(view: ClusterView, now: float) -> dict[str, float]:
     return found
 
 
-def _headroom(limits: Limits, kept: int) -> int:
+def _headroom(limits: HarvestLimits, kept: int) -> int:
     """GPUs that the site wants to stay idle; `kept`: of these, on nodes that each keep some."""
     return max(
         limits.headroom.gpus,
@@ -394,7 +396,7 @@ def _headroom(limits: Limits, kept: int) -> int:
 
 
 def _quotas(
-    view: ClusterView, nodes: dict[str, Node], resources: dict[str, NodeResources], limits: Limits
+    view: ClusterView, nodes: dict[str, Node], resources: dict[str, NodeResources], limits: HarvestLimits
 ) -> list[Quota]:
     """What each headroom leaves of the GPUs that are idle for us."""
     groups: list[tuple[frozenset[str] | None, int]] = [(None, limits.headroom.gpus)]
@@ -407,7 +409,7 @@ def _quotas(
 
 
 def _caps(
-    view: ClusterView, nodes: Mapping[str, Node], held: Mapping[str, int], limits: Limits
+    view: ClusterView, nodes: Mapping[str, Node], held: Mapping[str, int], limits: HarvestLimits
 ) -> list[tuple[str, Quota]]:
     """What each cap leaves of what we may hold of other partitions' nodes and of GRES types, in words and as a quota."""
     return [
@@ -417,7 +419,7 @@ def _caps(
     ]
 
 
-def cap_groups(view: ClusterView, limits: Limits) -> list[tuple[str, frozenset[str], int]]:
+def cap_groups(view: ClusterView, limits: HarvestLimits) -> list[tuple[str, frozenset[str], int]]:
     """Each cap: its words, its nodes, and the GPUs of ours that these may have."""
     groups: list[tuple[str, str, frozenset[str], int]] = []
     for name, gpus in limits.caps.by_partition:
@@ -445,7 +447,7 @@ def _sum(resources: dict[str, NodeResources], names: frozenset[str] | None) -> i
     return sum(space.gpus for name, space in resources.items() if names is None or name in names)
 
 
-def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[str, ...]:
+def _full(held: dict[str, int], nodes: Iterable[str], limits: HarvestLimits) -> tuple[str, ...]:
     most = limits.caps.max_gpus_per_node
     return () if most is None else tuple(sorted(name for name in nodes if held.get(name, 0) >= most))
 
@@ -538,7 +540,7 @@ def _reaches(partitions: Iterable[Partition], text: str, inside: frozenset[str])
 class StartBenefits:
     """Of one decision. Call `measure` once, when the free capacity is known and nothing of it is taken."""
 
-    def __init__(self, demand: Sequence[Demand], limits: Limits, now: float) -> None:
+    def __init__(self, demand: Sequence[Demand], limits: HarvestLimits, now: float) -> None:
         self._idle, self._now = (
             limits.idle or Idle({}, {}, 0.0),
             now,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scavenger.cluster.model import ClusterView, Job, JobFlag, JobState, Node
-from scavenger.harvest.decide.actions import Limits
+from scavenger.harvest.decide.actions import HarvestLimits
 
 #: Pending for a reason that more GPUs would not change (Slurm's own words, or how they begin).
 NOT_FOR_GPUS = (
@@ -200,7 +200,7 @@ def resources_of(node: Node) -> NodeResources:
 
 
 def scan_queue(
-    view: ClusterView, our_job_ids: frozenset[int], limits: Limits, now: float
+    view: ClusterView, our_job_ids: frozenset[int], limits: HarvestLimits, now: float
 ) -> tuple[QueueScan, NodeCapacity]:
     """Read the queue once. Others' jobs that need GPUs within `horizon_s` or `other_users_window_s` are waits."""
     found = QueueScan()
@@ -262,7 +262,7 @@ def gpus_by_node(job: Job) -> Sequence[tuple[str, int]]:
 
 
 def _ranks(
-    pending: Iterable[Job], capacity: NodeCapacity, limits: Limits, now: float
+    pending: Iterable[Job], capacity: NodeCapacity, limits: HarvestLimits, now: float
 ) -> dict[_Rank, dict[int, Job]]:
     """What is needed now first, by tier and priority; then what is expected, in its order. Only jobs that reach our partition's nodes."""
     ours, _ = capacity.reach(limits.partition)

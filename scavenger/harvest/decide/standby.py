@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from scavenger.cluster.model import ClusterView, Job, Node
-from scavenger.harvest.decide.actions import CancelPending, HarvestCode, Limits, OurJob, Submit
+from scavenger.harvest.decide.actions import CancelPending, HarvestCode, HarvestLimits, OurJob, Submit
 from scavenger.harvest.decide.free_capacity import FreeCapacity, StartBenefits, waits_for
 from scavenger.harvest.decide.other_users import QueueScan
 from scavenger.policy.fleet_size import Demand
@@ -60,7 +60,7 @@ def not_beneficial_to(
     queue: QueueScan,
     demand: Sequence[Demand],
     serving: Sequence[OurJob],
-    limits: Limits,
+    limits: HarvestLimits,
     now: float,
     start_benefits: StartBenefits,
 ) -> list[StandbyMove]:
@@ -116,7 +116,7 @@ def set_aside_or_move(
     serving: Sequence[OurJob],
     ours: Sequence[OurJob],
     not_beneficial: Sequence[StandbyMove],
-    limits: Limits,
+    limits: HarvestLimits,
     now: float,
 ) -> list[StandbyMove]:
     """Set aside what our waiting jobs will take; return those that will not start soon where they wait. `not_beneficial` ones take nothing.
@@ -219,7 +219,7 @@ def surplus(
     standby_jobs: Sequence[OurJob],
     wanted: Sequence[Demand],
     closed: tuple[HarvestCode, str] | None,
-    limits: Limits,
+    limits: HarvestLimits,
 ) -> list[CancelPending]:
     """Standby jobs that are not needed, the youngest first: of runs that want no engine, or more than there shall be."""
     sizes = {want.run_id: want.gpus_per_engine for want in wanted if want.nodes_per_engine == 1}
@@ -250,7 +250,7 @@ def more(
     standby_jobs: Sequence[OurJob],
     wanted: Sequence[Demand],
     allotted: Mapping[int, int],
-    limits: Limits,
+    limits: HarvestLimits,
     share: tuple[int, int] | None,
 ) -> list[Submit]:
     """What is missing of them, a run after the other. `share`: CPUs and memory of an engine that may begin on any node; None: on none.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scavenger.cluster.model import JobFlag
-from scavenger.harvest.decide.actions import HarvestCode, Limits, OurJob
+from scavenger.harvest.decide.actions import HarvestCode, HarvestLimits, OurJob
 from scavenger.harvest.decide.other_users import (
     NodeCapacity,
     NodeResources,
@@ -61,7 +61,7 @@ def drains_for_other_users(
     capacity: NodeCapacity,
     jobs: Sequence[OurJob],
     staying: Sequence[OurJob],
-    limits: Limits,
+    limits: HarvestLimits,
     now: float,
 ) -> list[tuple[OurJob, HarvestCode, str]]:
     """The engines that drain so that waiting jobs can start, with the reason. `staying`: those of `jobs` that drain for nothing else.
@@ -98,7 +98,7 @@ def drains_for_other_users(
     return found
 
 
-def could_start(queue: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
+def could_start(queue: QueueScan, capacity: NodeCapacity, limits: HarvestLimits) -> tuple[int, ...]:
     """Other users' jobs that would start now if our engines drained, and that Slurm may preempt us for: the first of them, in order."""
     if limits.yielding.by_qos:  # no job is waited with until Slurm had its chance
         return ()
@@ -111,7 +111,7 @@ def could_start(queue: QueueScan, capacity: NodeCapacity, limits: Limits) -> tup
     return tuple(islice(found, REMEMBERED))
 
 
-def _due(wait: Wait, same_tier: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
+def _due(wait: Wait, same_tier: bool, seen: Mapping[int, float], limits: HarvestLimits, now: float) -> bool:
     """Whether engines drain for it at this poll: what begins before the next one; a same-tier job at once; else what Slurm did not start.
 
     Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.

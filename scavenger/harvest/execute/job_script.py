@@ -24,9 +24,8 @@ from scavenger import __version__, resources
 from scavenger.cluster.model import JobSpec
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
-from scavenger.harvest.decide.decide import Submit
+from scavenger.harvest.decide.actions import Submit, comment_of
 from scavenger.harvest.decide.standby import BEGIN_S
-from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.protocol import keys
 
 TEMPLATE = "scripts/rollout.sbatch.j2"

@@ -7,12 +7,12 @@ in each stage, and `END_REASONS` how the ledger calls an allocation that ended.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 
 from scavenger.cluster.model import Job, JobFlag, JobState
 from scavenger.errors import ScavengerError
+from scavenger.harvest.decide.actions import INTENT
 
 
 class Stage(StrEnum):
@@ -103,27 +103,10 @@ _LEFT_ON_NOTICE = tuple(_LEFT)
 _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
 #: Our worker's own word that the daemon refused it, or that it is of another release: no node's fault. What it lacks where it runs is.
 REFUSED = 78
-_INTENT = re.compile(r"scv-[0-9a-f]{16}")
-_PLAIN = re.compile(r"[A-Za-z0-9_.@-]+")
 
 
 class IllegalStage(ScavengerError):
     """A bug: an intent was moved in a way that the table does not hold. Nothing was changed."""
-
-
-def intent_name(token: str) -> str:
-    """The intent id for sixteen random hex digits. It is the job's name too: plugins rewrite comments."""
-    name = f"scv-{token}"
-    if not _INTENT.fullmatch(name):
-        raise ValueError(f"not sixteen hex digits: {token!r}")
-    return name
-
-
-def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "", contact: str = "") -> str:
-    """A job's comment: what identifies it, then for people whose run it works for, where those are plain names, and whom to ask."""
-    told = [f"{what}={name}" for what, name in (("run", run), ("owner", owner)) if _PLAIN.fullmatch(name)]
-    told += [f"contact={contact}"] if contact else []
-    return ",".join([f"scavenger:{uid}:{intent_id}", *told])
 
 
 def intent_in(job: Job, uid: str) -> tuple[str, bool]:
@@ -131,9 +114,9 @@ def intent_in(job: Job, uid: str) -> tuple[str, bool]:
     if not job.comment.startswith("scavenger:") and not job.name.startswith("scv-"):
         return "", False
     owner, _, intent = job.comment.partition(",")[0].removeprefix("scavenger:").partition(":")
-    if job.comment.startswith("scavenger:") and _INTENT.fullmatch(intent):
+    if job.comment.startswith("scavenger:") and INTENT.fullmatch(intent):
         return (intent, True) if owner == uid else ("", False)
-    return (job.name, False) if _INTENT.fullmatch(job.name) else ("", False)
+    return (job.name, False) if INTENT.fullmatch(job.name) else ("", False)
 
 
 def observed_state_of(job: Job) -> ObservedState:

@@ -31,7 +31,6 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Table, bindparam
 
-from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
 from scavenger.ledger.records import Record
@@ -556,37 +555,6 @@ KINDS: dict[type[Record], Kind] = {
     r.Event: _kind(_insert(t.events, **_fields("kind run_id subject reason detail at")), creates="events"),
     r.Heartbeat: _kind(),
 }
-
-
-_LIMIT = 2**63
-_FLAT_BYTES = 400
-_LEASES = frozenset({r.LeaseGranted, r.LeaseEnded, r.LeaseMoved})
-
-
-def weigh(record: Record) -> int:
-    """About how many bytes a record takes in memory and in the ledger.
-
-    Raises `LedgerError` for an integer that no database column holds. It is refused here, while the caller can still be told: once queued,
-    no retry could ever write it.
-    """
-    if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
-        return (
-            _FLAT_BYTES
-            + len(record.tokens)
-            + len(record.logprobs)
-            + len(record.raw_logprobs)
-            + len(record.routing)
-        )
-    if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
-        return _FLAT_BYTES
-    size = _FLAT_BYTES
-    for name in record.__struct_fields__:
-        value = getattr(record, name)
-        if isinstance(value, (bytes, str)):
-            size += len(value)
-        elif isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
-            raise LedgerError(f"{type(record).__name__}.{name} = {value} does not fit into 64 bits")
-    return size
 
 
 def describe(record: Record) -> str:

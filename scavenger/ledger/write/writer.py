@@ -27,10 +27,9 @@ from scavenger.backoff import backoff_s
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
-from scavenger.ledger.records import LeaseMoved, Record
+from scavenger.ledger.records import ChunkAccepted, LeaseEnded, LeaseGranted, LeaseMoved, Record
 from scavenger.ledger.store import open_engine, sqlite_file
 from scavenger.ledger.write.moves import QUIET_S, MoveLog
-from scavenger.ledger.write.statements import weigh
 from scavenger.ledger.write.transaction import (
     NO_WRITER,
     Announced,
@@ -49,6 +48,10 @@ log = structlog.get_logger()
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 #: How long at most (s) a submission that moves a lost engine's samples waits for those of other engines that were lost with it.
 GATHER_S = 0.1
+
+_LIMIT = 2**63
+_FLAT_BYTES = 400
+_LEASES = frozenset({LeaseGranted, LeaseEnded, LeaseMoved})
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,3 +363,29 @@ def _discard(connection: sa.Connection | None) -> None:
     if connection is not None:
         connection.invalidate()
         connection.close()
+
+
+def weigh(record: Record) -> int:
+    """About how many bytes a record takes in memory and in the ledger.
+
+    Raises `LedgerError` for an integer that no database column holds. It is refused here, while the caller can still be told: once queued,
+    no retry could ever write it.
+    """
+    if type(record) is ChunkAccepted:  # the hot one; its integers are the core's own
+        return (
+            _FLAT_BYTES
+            + len(record.tokens)
+            + len(record.logprobs)
+            + len(record.raw_logprobs)
+            + len(record.routing)
+        )
+    if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
+        return _FLAT_BYTES
+    size = _FLAT_BYTES
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, (bytes, str)):
+            size += len(value)
+        elif isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
+            raise LedgerError(f"{type(record).__name__}.{name} = {value} does not fit into 64 bits")
+    return size

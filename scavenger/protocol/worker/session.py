@@ -261,9 +261,9 @@ class Session:
         if not isinstance(message, messages.Rejected):
             self._heard_at = now  # a refusal does not count: `orphan_s` bounds refusals too
         self._unanswered = 0
-        if self._spec is None and isinstance(message, _ORDERS):
+        if self._spec is None and isinstance(message, _ENGINE_COMMANDS):
             # It follows a Welcome that came too late to be accepted. There is no engine yet, and the daemon will repeat the order.
-            return [LogNote("stray-order", type(message).__name__)]
+            return [LogNote("command-without-engine", type(message).__name__)]
         return _ON_MESSAGE[type(message)](self, message, now)
 
     # ------------------------------------------------------------ time
@@ -346,7 +346,7 @@ class Session:
 
 _Handler = Callable[[Session, Any, float], list[WorkerAction]]
 #: Messages that need an engine.
-_ORDERS = (
+_ENGINE_COMMANDS = (
     messages.UseWeights,
     messages.PullAhead,
     messages.Assign,

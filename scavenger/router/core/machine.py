@@ -142,7 +142,7 @@ class Router:
     def _worker_sent(self, conn: int, message: Message, faults: Mapping[int, str] | None) -> None:
         """A message of a registered worker. `faults`: what is wrong with a chunk's values, by its place among the chunks."""
         core = self.core
-        worker = workers.sender(core, conn, message)
+        worker = workers.sender(core, conn, leaves=isinstance(message, Goodbye))
         if worker is None:
             return
         match message:

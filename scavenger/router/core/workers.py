@@ -59,11 +59,12 @@ def heard(core: Core, conn: int) -> None:
         worker.last_seen = core.now
 
 
-def sender(core: Core, conn: int, message: object) -> Worker | None:
-    """The worker that sent this; it is alive. None for an unknown connection, which is asked to register again, and for one that left."""
+def sender(core: Core, conn: int, *, leaves: bool) -> Worker | None:
+    """The worker of this connection; it is alive. None for an unknown connection, which is asked to register again, and for one that left.
+    `leaves`: what it sent is a goodbye."""
     worker = core.by_conn.get(conn)
     if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
-        if isinstance(message, Goodbye):
+        if leaves:
             core.send_durable(conn, GoodbyeAck())
         return None
     if worker is None:
