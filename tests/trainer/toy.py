@@ -77,6 +77,9 @@ class ToyRanks:
                 terms.mismatch_k3,
                 terms.mismatch_max,
                 terms.truncated,
+                terms.entropy,
+                terms.weight,
+                terms.weight_squares,
             )
             agreement = of_micro(micro, proximal - batch.behaviour)
             for place, row in enumerate(micro.rows):

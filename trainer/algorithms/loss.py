@@ -55,7 +55,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`loss` [] with gradients, the sum of `losses`. The rest are detached sums over each sample's tokens: [B], bins [B, BINS]."""
+    """`loss` [] with gradients, the sum of `losses`. The rest are detached sums over each sample's tokens: [B], bins [B, BINS].
+
+    `weight`, `weight_squares`: of proximal/behaviour before it is truncated or masked.
+    """
 
     loss: Tensor
     tokens: Tensor
@@ -68,6 +71,12 @@ class Terms:
     mismatch_bins: Tensor
     truncated: Tensor
     entropy: Tensor
+    weight: Tensor
+    weight_squares: Tensor
+
+
+#: So that the square of a weight has a number: a token whose weight is larger is one of its own anyway.
+MOST_LOG_WEIGHT = 20.0
 
 
 def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
@@ -98,6 +107,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         return per_sample(values.detach().to(difference.dtype), sample, samples)
 
     beyond = log_ratio > torch.log(torch.tensor(recipe.importance_cap, dtype=log_ratio.dtype))
+    uncut = torch.exp(log_ratio.clamp(max=MOST_LOG_WEIGHT))
     largest = torch.zeros(samples, dtype=difference.dtype, device=difference.device)
     return Terms(
         loss=losses.sum(),
@@ -112,6 +122,8 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
         # E[-log p(token)] is the entropy, over tokens drawn from p: its estimate where it was not computed
         entropy=summed(-tokens.current if tokens.entropy is None else tokens.entropy),
+        weight=summed(uncut),
+        weight_squares=summed(uncut * uncut),
     )
 
 

@@ -70,6 +70,9 @@ class RowStats(msgspec.Struct, frozen=True):
     mismatch_max: float
     truncated: float
     entropy: float = 0.0
+    #: Of proximal/behaviour, before it is truncated or masked: the sum, and that of its squares.
+    weight: float = 0.0
+    weight_squares: float = 0.0
     #: Tokens by |proximal - behaviour| (`algorithms.mismatch.EDGES`).
     mismatch_bins: tuple[int, ...] = ()
     #: Of each of the row's `cuts`: how trainer and engine agree on it.
@@ -284,6 +287,8 @@ class Learner:
             terms.mismatch_max,
             terms.truncated,
             terms.entropy,
+            terms.weight,
+            terms.weight_squares,
         )
         agreement = of_micro(micro, proximal - batch.behaviour)
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
