@@ -298,6 +298,8 @@ class Client(Connection):
             run.on_poison,
             config.weights.encrypt,
             run.nodes_per_engine,
+            config.algorithm.max_off_policy_steps,
+            config.algorithm.on_new_version,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

@@ -116,7 +116,7 @@ class CheckpointFailed(ScavengerError):
 
 
 class Diverged(ScavengerError):
-    """A step's gradient is no number, or infinite. The step was not taken."""
+    """A step's gradient is no number, or infinite, or its samples are too old. The step was not taken."""
 
 
 class DaemonUnavailable(ScavengerError):

@@ -396,18 +396,30 @@ class AlgorithmSection(Section):
     has."""
     updates_per_step: Positive = 1
     """Optimizer updates of one step. The step's prompts are divided among them."""
-    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: a step's samples are generated while the step before is trained, by weights one step older
-    ([training.md](training.md#staleness)). Needs `importance` and `run.harvest`. Excludes `run.deterministic`
-    and dynamic sampling."""
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=16)] = 0
+    """Optimizer steps that the weights of a sample may be older than those that train it. Above 0 samples of so many later steps are
+    generated while a step is trained ([training.md](training.md#staleness)). Needs `importance` and `run.harvest`. Excludes
+    `run.deterministic` and dynamic sampling."""
+    on_new_version: Literal["switch", "finish"] = "switch"
+    """With `max_off_policy_steps` above 0, what an engine that generates does when there are new weights. `switch`: it gives its
+    samples back, loads the weights and goes on; a quarter of the engines at a time. `finish`: it loads them once it has no sample that
+    its own weights may generate."""
+
+    max_staleness_kl: Annotated[float, Field(ge=0)] = 0.0
+    """With `max_off_policy_steps` above 0: the run stops before it takes a step whose samples are further than this from the weights that
+    train them (`mismatch_k3`, nats a token). 0: no limit."""
 
     @model_validator(mode="after")
     def _mask(self) -> AlgorithmSection:
+        if self.max_staleness_kl and not self.max_off_policy_steps:
+            raise ValueError(
+                "max_staleness_kl needs max_off_policy_steps of 1 or more: else every step is on policy"
+            )
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')
         if self.max_off_policy_steps and self.importance == "off":
             raise ValueError(
-                'max_off_policy_steps = 1 needs the correction: importance = "truncate" or "mask"'
+                f'max_off_policy_steps = {self.max_off_policy_steps} needs the correction: importance = "truncate" or "mask"'
             )
         if self.importance == "mask" and self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor < importance_cap must hold")
@@ -726,7 +738,7 @@ class RunConfig(Section):
             )
         if not self.run.harvest and self.algorithm.max_off_policy_steps:
             raise ValueError(
-                "algorithm.max_off_policy_steps = 1 needs run.harvest = true: on the trainer's own GPUs no engine generates while it trains"
+                "algorithm.max_off_policy_steps > 0 needs run.harvest = true: on the trainer's own GPUs no engine generates while it trains"
             )
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError(

@@ -543,6 +543,7 @@ class SampleState(msgspec.Struct, frozen=True):
     reason: str = ""  # why it ended
     reward_version: str = ""
     spans: tuple[tuple[int, int], ...] = ()  # (worker, tokens) of those who generated it, in order
+    versions: tuple[tuple[int, int], ...] = ()  # (weight version, tokens), likewise
 
 
 class OpenGroup(msgspec.Struct, frozen=True):

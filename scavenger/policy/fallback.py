@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from scavenger.policy.admission import Pace
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import (
     Explains,
     Fact,
     Inputs,
     NewPolicy,
+    Paces,
     RouterPolicy,
     RunView,
     SampleMove,
@@ -56,6 +58,9 @@ class PolicyWithFallback:
 
     def benefit(self) -> Benefit | None:
         return self._ask(lambda policy: policy.benefit() if isinstance(policy, Weighs) else None)
+
+    def pace(self, view: RunView) -> Pace | None:
+        return self._ask(lambda policy: policy.pace(view) if isinstance(policy, Paces) else None)
 
     def placed_by(self, answers: Sequence[SamplePlacement]) -> Inputs:
         return self._ask(lambda policy: policy.placed_by(answers) if isinstance(policy, Explains) else {})

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from scavenger.policy import placement
+from scavenger.policy.admission import Pace
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.placement import QueuedSamples, Slots
 
@@ -56,7 +57,7 @@ class WorkerView(PolicyView, frozen=True):
 
     `leases` of at most `max_batch`. `tokens_per_s`: over its last heartbeats, all samples together; 0 = not measured. Times in Unix s;
     `idle_since` counts only while it has no lease. `warm`: it has had weights, so the next are soon there.
-    `beat_at`: of its last heartbeat.
+    `beat_at`: of its last heartbeat. `ahead`: leases of later steps, which `leases` leaves out.
     As it said itself, 0 = it did not: `cache_tokens` of all its
     samples together fit its KV cache; with more than `best_batch` samples it makes no more tokens a second.
     """
@@ -76,13 +77,15 @@ class WorkerView(PolicyView, frozen=True):
     beat_at: float = 0.0
     cache_tokens: int = 0
     best_batch: int = 0
+    ahead: int = 0
 
 
 class StepView(PolicyView, frozen=True):
     """The newest step that was submitted, and the window. `step` 0: none yet. Counts are of samples and groups.
 
     `delivered`: groups that its trainer was sent. `reserved_awake`: what the trainer last asked for, since `window_since`.
-    `decided`: what the policy last said of the window: "open", "close" or "" (nothing).
+    `decided`: what the policy last said of the window: "open", "close" or "" (nothing). With steps in advance it is the step that the
+    trainer works at; `ahead`: samples of later steps that are not done; `before`: of the step, those that were done when it began.
     """
 
     step: int = 0
@@ -96,6 +99,8 @@ class StepView(PolicyView, frozen=True):
     reserved_awake: bool = True
     window_since: float = 0.0
     decided: str = ""
+    ahead: int = 0
+    before: int = 0
 
 
 class RunView(Protocol):
@@ -222,13 +227,15 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
-    """A step's groups were asked for. `cap`: the most tokens that a completion may have; 0: not known."""
+    """A step's groups were asked for, or one that was asked for in advance begins. `cap`: the most tokens that a completion may have; 0:
+    not known. `finished`: of the samples, those that were generated in advance."""
 
     step: int
     purpose: str
     samples: int
     groups: int
     cap: int = 0
+    finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +366,14 @@ class Weighs(Protocol):
 
     def benefit(self) -> Benefit | None:
         """Of one more engine than `engines` answered last; None while nothing is known."""
+
+
+@runtime_checkable
+class Paces(Protocol):
+    """A policy that forecasts what a step takes, for samples of later steps to begin at the pace at which they will be trained."""
+
+    def pace(self, view: RunView) -> Pace | None:
+        """None while nothing is known."""
 
 
 #: What an answer was reckoned with, for the record.

@@ -1,4 +1,4 @@
--- Who generated the samples that snapshot_samples gives, lease by lease: (sample, worker, tokens). `wanted` is that of snapshot_samples.
+-- Who generated the samples that snapshot_samples gives, lease by lease: (sample, worker, weight version, tokens). `wanted` is that of snapshot_samples.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION
@@ -10,7 +10,7 @@ WITH wanted AS (
     LEFT JOIN steps t ON t.run_id = q.run_id AND t.purpose = q.purpose AND t.step = q.step AND t.rewound_by IS NULL
     WHERE p.run_id = :run_id AND p.state = 'poisoned' AND t.step IS NULL
 )
-SELECT l.sample_id, l.worker_id,
+SELECT l.sample_id, l.worker_id, l.version,
        CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len AS tokens
 FROM samples s
 JOIN leases l ON l.sample_id = s.sample_id

@@ -5,7 +5,8 @@
     I2   `Watch.promised`: acks, leases, welcomes, weights, groups, goodbyes and replies against what is committed when they are sent
     I3   `harness.Ledger` (consumed once), `Truth.committed` (versions are never reused), `SimTrainer._arrived` (own weights),
          `World.call_up` (an older attempt is refused), `audit_groups` (each prompt of a step stands once)
-    I4   `Truth.committed`: a chunk's version has the root hash of its group's
+    I4   `Truth.committed`: a chunk's version has the root hash of its group's; with steps in advance it is young enough for its step, and
+         `Watch.promised`: the trainer is told the versions that the chunks named
     I5   `Truth.committed` (one budget), `SimWorker._add` (the budget that a lease names), `audit` (accepted <= max_tokens)
     I6   `Watch.after` (no open sample is forgotten), `Truth.committed` (every end has its reason; poisoned only after enough engines),
          `World.make_calm` (every submitted step gets done)
@@ -24,6 +25,7 @@ from scavenger.protocol.messages import (
     Accepted,
     Ack,
     Assign,
+    DoneSample,
     GoodbyeAck,
     GroupDone,
     Lease,
@@ -33,6 +35,7 @@ from scavenger.protocol.messages import (
     UseWeights,
     Welcome,
 )
+from scavenger.router.core import staleness
 from scavenger.router.core.events import Committed, RouterEvent
 from scavenger.router.core.tables import Core
 from tests.router.engines import MAX_TOKENS, payload
@@ -50,8 +53,11 @@ def is_wrong(session: str) -> bool:
 class Truth:
     """What was committed, and whether it may have been."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, ahead: int = 0) -> None:
         self.ledger = ledger
+        self.ahead = ahead  # steps that weights may be older than those that train their tokens
+        self.published_in: dict[int, list[tuple[int, int, bytes]]] = {}  # run -> (version, step, root)
+        self.mixed = self.stale = 0  # samples delivered with tokens of several versions, and of older weights
         self.granted: dict[tuple[int, int], rec.LeaseGranted] = {}
         self.roots: dict[tuple[int, int], bytes] = {}
         self.open: set[int] = set()
@@ -88,6 +94,9 @@ class Truth:
                     f"version {record.version} of run {record.run_id} was used twice (I3)"
                 )
                 self.roots[key] = record.root
+                self.published_in.setdefault(record.run_id, []).append(
+                    (record.version, record.step, record.root)
+                )
             case rec.RunCreated():
                 self.runs[record.name] = record.run_id
             case rec.WorkerJoined():
@@ -112,8 +121,14 @@ class Truth:
             f"sample {chunk.sample_id}: others' tokens were accepted (I1)"
         )
         group = self.ledger.samples[chunk.sample_id].group_id
-        root = self.roots[self.ledger.groups[group].run_id, chunk.version]
-        assert root == self.root_of_group(group), f"sample {chunk.sample_id}: a chunk of other weights (I4)"
+        made = self.ledger.groups[group]
+        if self.ahead and made.purpose == "train":
+            self.young_enough(made.run_id, made.step, chunk.version, chunk.sample_id)
+        else:
+            root = self.roots[made.run_id, chunk.version]
+            assert root == self.root_of_group(group), (
+                f"sample {chunk.sample_id}: a chunk of other weights (I4)"
+            )
         self.chunks[chunk.sample_id] = self.chunks.get(chunk.sample_id, 0) + n // 4
 
     def _end(self, end: rec.SampleEnded) -> None:
@@ -125,6 +140,22 @@ class Truth:
             assert failures >= 3, f"sample {end.sample_id}: given up after {failures} leases (I6)"
 
     # ---- asked by the others
+
+    def young_enough(self, run_id: int, step: int, version: int, sample_id: int) -> int:
+        """How many steps older the version's weights are than those that train the step."""
+        (of_step,) = [s for v, s, _ in self.published_in[run_id] if v == version]
+        old = step - 1 - of_step
+        assert 0 <= old <= self.ahead, f"sample {sample_id}: weights {old} steps too old for step {step} (I4)"
+        return old
+
+    def standing(self, run_id: int) -> set[int]:
+        """Versions whose weights no restart from an older checkpoint took back."""
+        found, least, roots = set(), 1 << 30, dict[int, bytes]()
+        for version, step, root in reversed(self.published_in[run_id]):
+            if step < least or (step in roots and roots[step] == root and step == least):
+                found.add(version)
+                least, roots[step] = min(step, least), root
+        return found
 
     def root_of_group(self, group_id: int) -> bytes:
         made = self.ledger.groups[group_id]
@@ -160,6 +191,10 @@ class Watch:
             )
             assert sample.epoch == row.epoch, f"sample {sample.id}: a restart forgot its epoch (I10)"
             assert sample.spans == row.spans, f"sample {sample.id}: a restart forgot who generated it"
+            if staleness.is_bounded(sample.group):
+                assert list(staleness.mixture(sample)) == row.versions, (
+                    f"sample {sample.id}: a restart forgot the versions of its tokens"
+                )
         self._all_known(core)
 
     def after(self, core: Core, event: RouterEvent) -> None:
@@ -207,6 +242,8 @@ class Watch:
                 )
                 for done in samples:
                     row = rows[done.sample_id]
+                    if truth.ahead and message.purpose == "train" and done.error is None:
+                        self._versions(message, done)
                     # What ended it meanwhile (the run was closed, or opened again) may have been committed at once with its delivery.
                     whole = (
                         row.state == "poisoned"
@@ -242,6 +279,19 @@ class Watch:
                 assert all(i in truth.ledger.groups for i in group_ids), (
                     f"groups {group_ids}: accepted before their commit (I2)"
                 )
+
+    def _versions(self, group: GroupDone, done: DoneSample) -> None:
+        truth = self.truth
+        told = [(version, tokens) for version, _, tokens in done.versions]
+        assert told == truth.ledger.samples[done.sample_id].versions, (
+            f"sample {done.sample_id}: its trainer is told versions other than those of its chunks (I4)"
+        )
+        run_id = truth.ledger.groups[group.group_id].run_id
+        ages = [
+            truth.young_enough(run_id, group.step, version, done.sample_id) for version, _, _ in done.versions
+        ]
+        truth.mixed += len(done.versions) > 1
+        truth.stale += max(ages) > 0
 
     def _lease(self, lease: Lease) -> None:
         granted = self.truth.granted.get((lease.sample_id, lease.epoch))

@@ -99,9 +99,12 @@ def open_body(
     harvest: bool = True,
     job_id: int = 1,
     encrypt: bool = False,
+    ahead: int = 0,
+    on_new_version: str = "switch",
 ) -> OpenRun:
     run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
-    config = json.dumps({"run": run, "weights": {"encrypt": encrypt}})
+    algorithm = {"max_off_policy_steps": ahead, "on_new_version": on_new_version}
+    config = json.dumps({"run": run, "weights": {"encrypt": encrypt}, "algorithm": algorithm})
     return OpenRun(
         PROTOCOL,
         "r",
@@ -118,6 +121,8 @@ def open_body(
         poison_after,
         on_poison,
         encrypt,
+        ahead,
+        on_new_version,  # type: ignore[arg-type]
     )
 
 

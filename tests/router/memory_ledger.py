@@ -43,6 +43,7 @@ class Row:
     reason: str = ""
     ends: list[str] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 def plain(records: Iterable[rec.Record]) -> Iterator[rec.Record]:
@@ -213,6 +214,10 @@ class Ledger:
                 if row.spans and row.spans[-1][0] == record.worker_id:
                     tokens += row.spans.pop()[1]
                 row.spans.append((record.worker_id, tokens))
+                tokens = len(record.tokens) // 4
+                if row.versions and row.versions[-1][0] == record.version:
+                    tokens += row.versions.pop()[1]
+                row.versions.append((record.version, tokens))
                 row.logprobs += record.logprobs
                 row.raw_logprobs += record.raw_logprobs
                 row.routing += record.routing
@@ -264,6 +269,7 @@ class Ledger:
                     r.attempt,
                     r.reason,
                     spans=tuple(r.spans),
+                    versions=tuple(r.versions),
                 )
                 for i, r in rows
             ),

@@ -23,11 +23,13 @@ class Failed(AssertionError):
         self.seed, self.log, self.alone, self.cause = seed, log, alone, cause
 
 
-def run(seed: int, ops: int = 200, cover: Coverage | None = None, ledger: Ledger | None = None) -> World:
-    """Play one schedule, over a ledger in memory unless another is given; raises `Failed`."""
+def run(
+    seed: int, ops: int = 200, cover: Coverage | None = None, ledger: Ledger | None = None, *, ahead: int = 0
+) -> World:
+    """Play one schedule, over a ledger in memory unless another is given; raises `Failed`. `ahead`: steps submitted in advance."""
     rng = random.Random(seed)
     cover = cover or Coverage()
-    world = World(cover, ledger)
+    world = World(cover, ledger, ahead, switch=seed % 3 > 0)
     alone = seed % 4 == 3
     with cover.watching():
         try:

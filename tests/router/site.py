@@ -144,9 +144,12 @@ class Daemon(Bench):
 class Site:
     """See the module."""
 
-    def __init__(self, cover: Coverage | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, cover: Coverage | None = None, ledger: Ledger | None = None, ahead: int = 0, switch: bool = True
+    ) -> None:
         self.cover = cover or Coverage()
-        self.truth = Truth(ledger or Ledger())
+        self.truth = Truth(ledger or Ledger(), ahead)
+        self.ahead, self.on_new_version = ahead, "switch" if switch else "finish"
         self.links: dict[int, Link] = {}
         self.conns = 100
         self.events = 0

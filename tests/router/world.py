@@ -246,7 +246,9 @@ class World(Site):
             self.cover.fault("resumed from an older checkpoint", "trainer open")
         campaign.kept = [step for step in kept if step <= resume]  # later ones are set aside
         campaign.salt += other
-        self.trainers[name] = SimTrainer(name, campaign, resume, self.open_link(OWNER), self.truth)
+        self.trainers[name] = SimTrainer(
+            name, campaign, resume, self.open_link(OWNER), self.truth, self.ahead, self.on_new_version
+        )
 
     def _standing(self, run: str) -> list[SimTrainer]:
         """The trainer of the run's newest attempt, if it is there: an older one's engines are no business of its GPUs."""

@@ -39,7 +39,7 @@ class Script:
             tuple[Sequence[int] | None, list[int]]
         ] = []  # steps that each record said are kept, and those on disk then
         self.out_dir = Path()
-        self.asked: list[tuple[int, int, int]] = []  # step, version, staleness
+        self.asked: list[tuple[int, int]] = []  # step, version
         self.taken: list[tuple[int, int]] = []  # of the data: position and count
         self.metrics: dict[str, float] = {}
         self.said: list[str] = []
@@ -79,8 +79,8 @@ class Script:
         self.taken.append((position, count))
         return []
 
-    def ask(self, step: int, version: int, problems: Any, staleness: int, more: Any) -> None:
-        self.asked.append((step, version, staleness))
+    def ask(self, step: int, version: int, problems: Any, more: Any) -> None:
+        self.asked.append((step, version))
 
     def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
         if self.replaces:
@@ -253,14 +253,14 @@ def test_with_a_step_in_advance_its_samples_are_asked_for_before_the_step_before
     script.replaces = resumed.replaces = False
     with pytest.raises(Killed):
         attempt(tmp_path, script, monkeypatch, ahead=1)
-    assert script.asked == [(1, 1, 0), (2, 1, 1), (3, 2, 1), (4, 3, 1)]
+    assert script.asked == [(1, 1), (2, 1), (3, 2), (4, 3)]
     per_step = script.taken[0][1]
     assert [position for position, _ in script.taken] == [0, per_step, 2 * per_step, 3 * per_step]
     assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step, (
         "of the steps that were trained"
     )
     attempt(tmp_path, resumed, monkeypatch, ahead=1)
-    assert resumed.asked == [(3, 1, 0), (4, 1, 1)]
+    assert resumed.asked == [(3, 1), (4, 1)]
     assert resumed.taken == script.taken[2:]
 
 

@@ -383,27 +383,52 @@ def test_an_mlflow_server_that_does_not_reply_is_an_error_before_the_run(tmp_pat
         chosen(config(tmp_path, mlflow="nowhere://x"))
 
 
-def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int = 0) -> messages.DoneSample:
+def sample(
+    tokens: int,
+    reserved: int,
+    harvested: int,
+    lost: int = 0,
+    moves: int = 0,
+    versions: tuple[tuple[int, int, int], ...] = (),
+) -> messages.DoneSample:
     packed = messages.pack_tokens([0] * tokens)
     return messages.DoneSample(
-        1, 0, packed, b"", b"", "stop", moves, by_reserved=reserved, by_harvested=harvested, regenerated=lost
+        1,
+        0,
+        packed,
+        b"",
+        b"",
+        "stop",
+        moves,
+        by_reserved=reserved,
+        by_harvested=harvested,
+        regenerated=lost,
+        versions=versions,
     )
 
 
 def test_tokens_are_counted_by_who_generated_them() -> None:
     sources = TokenSources()
-    sources.add([sample(10, 10, 0), sample(8, 3, 5, lost=4, moves=1)], staleness=0)
-    sources.add([sample(6, 0, 2)], staleness=2)  # the daemon was restarted within it
+    sources.add([sample(10, 10, 0), sample(8, 3, 5, lost=4, moves=1)], step=5)
+    sources.add([sample(6, 0, 2)], step=5)  # the daemon was restarted within it
     as_metrics = sources.as_metrics(seconds=2.0)
     assert {
         name: as_metrics[f"tokens_{name}"] for name in ("reserved", "harvested", "unknown", "wasted")
     } == {"reserved": 13.0, "harvested": 7.0, "unknown": 4.0, "wasted": 4.0}
     assert (as_metrics["tokens_per_s_reserved"], as_metrics["tokens_per_s_harvested"]) == (6.5, 3.5)
-    assert (as_metrics["staleness_mean"], as_metrics["staleness_max"], as_metrics["moves"]) == (
-        pytest.approx(2 / 3),
-        2.0,
-        1.0,
+    assert (as_metrics["staleness_mean"], as_metrics["staleness_max"], as_metrics["moves"]) == (0.0, 0.0, 1.0)
+    assert "staleness_mixed" not in as_metrics, "every step on policy: there is nothing to mix"
+
+
+def test_the_age_of_a_steps_tokens_is_counted_by_token_and_its_mixture_by_sample() -> None:
+    """Step 5 is trained by the weights after 4 steps. Version 3 has those after 2, version 5 those after 4."""
+    sources = TokenSources()
+    sources.add(
+        [sample(10, 10, 0, versions=((3, 2, 6), (5, 4, 4))), sample(5, 0, 5, versions=((5, 4, 5),))], step=5
     )
+    as_metrics = sources.as_metrics(seconds=1.0)
+    names = ("staleness_mean", "staleness_max", "staleness_versions", "staleness_mixed")
+    assert [as_metrics[name] for name in names] == [pytest.approx(12 / 15), 2.0, 2.0, 0.5]
 
 
 def test_gpu_hours_follow_the_fleet() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, Diverged
 from scavenger.protocol import messages
 from tests.trainer.step_prompts import of_step
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
@@ -297,7 +297,10 @@ class Ahead(Recorded):
         prompt, samples = messages.unpack_tokens(spec.prompt), []
         for sample in made.samples:
             drawn = logprobs(table(0), prompt, messages.unpack_tokens(sample.tokens)).tolist()
-            samples.append(msgspec.structs.replace(sample, logprobs=messages.pack_logprobs(drawn)))
+            packed = messages.pack_logprobs(drawn)
+            # version 1 has the weights after 0 steps
+            whole = ((version, 0, len(drawn)),)
+            samples.append(msgspec.structs.replace(sample, logprobs=packed, versions=whole))
         return msgspec.structs.replace(made, samples=tuple(samples))
 
 
@@ -335,7 +338,7 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
         )
         stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
         stepper.ask(1, 1, of_step(prompts, 1))
-        stepper.ask(2, 1, of_step(prompts, 2), staleness=1)
+        stepper.ask(2, 1, of_step(prompts, 2))
         first = stepper.step(1, 1, of_step(prompts, 1))
         weights = ranks.weights
         second = stepper.step(2, 1, of_step(prompts, 2))
@@ -349,6 +352,9 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
             <= 1.42 * second.metrics["mismatch_max"]
         )
         assert second.metrics["mismatch_max"] > 1e-2, "the samples are old"
+        fresh, old = (one.metrics["effective_fraction"] for one in (first, second))
+        assert 1 - 1e-6 < fresh <= 1
+        assert 0 < old < 1 - 1e-6
         rewards = {outcome.sample_id: outcome.reward for outcome in second.outcomes}
         if expected is None:
             leaf = weights.clone().requires_grad_()
@@ -359,13 +365,34 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
         assert float((ranks.gradients[1] - expected).norm() / expected.norm()) < 1e-6
 
 
+def test_a_step_whose_samples_are_too_far_from_its_weights_is_not_taken(model_folder: Path) -> None:
+    config = make_config(
+        model_folder,
+        run={"deterministic": False},
+        algorithm={"max_off_policy_steps": 1, "max_staleness_kl": 1e-5},
+        optimizer={"lr": LR},
+    )
+    tokenizer = open_tokenizer(model_folder)
+    prompts = PromptSource(config, tokenizer)
+    scoring = Scoring(Reward(""), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS)
+    ranks, run = ToyRanks(1, scoring.recipe), Ahead(random.Random(3), (1,))
+    stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
+    stepper.ask(1, 1, of_step(prompts, 1))
+    stepper.ask(2, 1, of_step(prompts, 2))
+    stepper.step(1, 1, of_step(prompts, 1))
+    weights = ranks.weights.clone()
+    with pytest.raises(Diverged, match=r"step 2: .*max_staleness_kl = 1e-05; the step was not taken"):
+        stepper.step(2, 1, of_step(prompts, 2))
+    assert torch.equal(ranks.weights, weights)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"importance": "off"}, "needs the correction"),
         ({"name": "dapo"}, "known only once it is over"),
         ({"dynamic_sampling": True}, "known only once it is over"),
-        ({"max_off_policy_steps": 2}, "less than or equal to 1"),
+        ({"max_off_policy_steps": 17}, "less than or equal to 16"),
     ],
 )
 def test_steps_in_advance_are_refused_where_they_are_not_exact(

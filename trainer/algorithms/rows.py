@@ -205,7 +205,8 @@ def _admit(section: AlgorithmSection, row: Algorithm, max_tokens: int) -> None:
         row.dynamic if section.dynamic_sampling is None else section.dynamic_sampling
     ):
         raise ConfigError(
-            "algorithm.max_off_policy_steps = 1: with dynamic sampling a step's prompts are known only once it is over, not in advance",
+            f"algorithm.max_off_policy_steps = {section.max_off_policy_steps}: with dynamic sampling a step's prompts are known only once "
+            "it is over, not in advance",
             "set dynamic_sampling = false, or max_off_policy_steps = 0",
         )
     if section.dynamic_sampling and row.scope == "batch":

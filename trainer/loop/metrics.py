@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scavenger.protocol import messages
 from trainer.algorithms.mismatch import quantile
@@ -58,7 +59,18 @@ def summarise(
         "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
         "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
+        "effective_fraction": effective_fraction(rows),
     } | parts(one for group in groups for one in group.parts)
+
+
+def effective_fraction(rows: Sequence[RowStats]) -> float:
+    """Effective sample size of the trained tokens, as a share of their number: (sum w)^2 / (n sum w^2) with the weights w =
+    proximal/behaviour before they are truncated or masked (Kong 1992). 1: all count alike; 0: nothing was trained."""
+    tokens = sum(row.tokens for row in rows)
+    squares = math.fsum(row.weight_squares for row in rows)
+    if not tokens or squares <= 0:
+        return 0.0
+    return min(1.0, math.fsum(row.weight for row in rows) ** 2 / (tokens * squares))
 
 
 def spread(rewards: Sequence[float]) -> dict[str, float]:
@@ -103,11 +115,23 @@ class TokenSources:
     wasted: int = 0
     moves: int = 0
     samples: int = 0
-    stale: int = 0  # optimizer steps between the weights of a sample and those that train it, summed
+    stale: int = (
+        0  # optimizer steps between the weights of a token and those that train it, summed over tokens
+    )
+    aged: int = 0  # tokens whose weights are known: all, where steps are submitted in advance
     stalest: int = 0
+    mixed: int = 0  # samples whose tokens are of more than one version
+    by_version: Counter[int] = field(default_factory=Counter)  # tokens
 
-    def add(self, samples: Iterable[messages.DoneSample], staleness: int) -> None:
+    def add(self, samples: Iterable[messages.DoneSample], step: int) -> None:
+        """Samples that `step` trains, by the weights after `step` - 1 steps."""
         for sample in samples:
+            for version, of_step, tokens in sample.versions:
+                self.stale += (step - 1 - of_step) * tokens
+                self.aged += tokens
+                self.stalest = max(self.stalest, step - 1 - of_step)
+                self.by_version[version] += tokens
+            self.mixed += len({version for version, _, _ in sample.versions}) > 1
             self.reserved += sample.by_reserved
             self.harvested += sample.by_harvested
             self.unknown += max(
@@ -116,8 +140,6 @@ class TokenSources:
             self.wasted += sample.regenerated
             self.moves += sample.moves
             self.samples += 1
-            self.stale += staleness
-            self.stalest = max(self.stalest, staleness)
 
     def as_metrics(self, seconds: float) -> dict[str, float]:
         per_second = 1.0 / seconds if seconds > 0 else 0.0
@@ -129,8 +151,17 @@ class TokenSources:
             "tokens_wasted": float(self.wasted),
             "tokens_per_s_reserved": self.reserved * per_second,
             "tokens_per_s_harvested": self.harvested * per_second,
-            "staleness_mean": self.stale / self.samples if self.samples else 0.0,
+            "staleness_mean": self.stale / self.aged if self.aged else 0.0,
             "staleness_max": float(self.stalest),
+        } | self._versions()
+
+    def _versions(self) -> dict[str, float]:
+        """Of steps whose samples may be of several versions."""
+        if not self.by_version:
+            return {}
+        return {
+            "staleness_versions": float(len(self.by_version)),
+            "staleness_mixed": self.mixed / self.samples,
         }
 
 

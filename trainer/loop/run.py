@@ -71,9 +71,8 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step whose samples were submitted: with which version, and where its prompts begin in the data."""
+    """A step whose samples were submitted: where its prompts begin in the data."""
 
-    version: int
     cursor: int
     prompts: list[PromptTask]
 
@@ -145,7 +144,7 @@ class Loop:
             for ahead in range(step, min(step + self._config.algorithm.max_off_policy_steps, steps) + 1):
                 self._ask(ahead)
             asked = self._asked.pop(step)
-            version = asked.version
+            version = self._settled.version
             result = self._stepper.step(step, version, asked.prompts, self._take)
             published, seconds = self._timed_publish(step)
             metrics = result.metrics | {
@@ -164,12 +163,13 @@ class Loop:
         self._checkpoints.finish()
 
     def _ask(self, step: int) -> None:
-        """Have a step's samples generated with the newest weights, once. With `max_off_policy_steps` its turn comes before its step's."""
+        """Have a step's samples generated, with the newest weights of the time, once. With `max_off_policy_steps` its turn comes before its
+        step's."""
         if step not in self._asked:
             at = self._settled
             cursor, prompts = self._cursor, self._take(self._config.data.prompts_per_step)
-            self._asked[step] = SubmittedStep(at.version, cursor, prompts)
-            self._stepper.ask(step, at.version, prompts, step - 1 - at.step, self._take)
+            self._asked[step] = SubmittedStep(cursor, prompts)
+            self._stepper.ask(step, at.version, prompts, self._take)
 
     def _safe_point(self) -> None:
         """Let a written checkpoint count; raise `EndRequested` if the trainer was told to end. Only while parameters are a whole step's."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from scavenger.config import RunConfig
-from scavenger.errors import EngineError, WireError
+from scavenger.errors import Diverged, EngineError, WireError
 from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
@@ -177,7 +177,6 @@ class _Work:
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)  # by mini-batch
-    staleness: int = 0  # optimizer steps between the weights that generated and those that are trained
     sources: TokenSources = field(default_factory=TokenSources)
     micro_steps: int = 0
     rounds: int = 0  # of micro-steps, each over all groups that waited
@@ -218,19 +217,12 @@ class Stepper:
         self._sleep_asked_at: float | None = None
         self._toggles: dict[str, float] = {}  # seconds of the last toggle each way, since they were last told
 
-    def ask(
-        self,
-        step: int,
-        version: int,
-        prompts: Sequence[PromptTask],
-        staleness: int = 0,
-        more: More = _no_more,
-    ) -> None:
-        """Have the samples of a step generated with `version`, whose weights are `staleness` steps older than those that will train them.
+    def ask(self, step: int, version: int, prompts: Sequence[PromptTask], more: More = _no_more) -> None:
+        """Have the samples of a step generated with `version`, or, asked for in advance, with newer ones as these are published.
 
         `more(n)`: the n prompts that follow in the data, for those that are replaced.
         """
-        self._ahead[step] = self._submit(step, version, prompts, staleness, more)
+        self._ahead[step] = self._submit(step, version, prompts, more)
 
     def step(
         self, step: int, version: int, prompts: Sequence[PromptTask], more: More = _no_more
@@ -247,8 +239,6 @@ class Stepper:
             self._memory(),
             reserved_awake=self.reserved_awake,
             now=time.monotonic(),
-            # with steps in advance the daemon speaks of the newest, which is not this one
-            heeds_window=not self._config.algorithm.max_off_policy_steps,
         )
         self._prepare_training(session.state)
         events = self._perform(work, session.state, session.first)
@@ -336,9 +326,7 @@ class Stepper:
             self._ranks.size, self._config.run.engine_gpus, self._config.reserved.gpus_per_engine, now
         )
 
-    def _submit(
-        self, step: int, version: int, prompts: Sequence[PromptTask], staleness: int, more: More
-    ) -> _Work:
+    def _submit(self, step: int, version: int, prompts: Sequence[PromptTask], more: More) -> _Work:
         config = self._config
         capacity = self._capacity(time.monotonic())
         work = _Work(
@@ -350,7 +338,6 @@ class Stepper:
             submitted=set(),
             capacity=capacity,
         )
-        work.staleness = staleness
         if not self._scoring.recipe.dynamic:
             if all(
                 prompt.tokens for prompt in prompts
@@ -426,7 +413,7 @@ class Stepper:
         work.capacity.observe(self._run.fleet, after)
         events = session.observe(self._run.fleet, self._tell_gone())
         for group in arrived:
-            work.sources.add(group.samples, work.staleness)
+            work.sources.add(group.samples, work.step)
             events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=1))
         alone = scores and not arrived and not state.outstanding
         scored = self._scoring.take_scored(work.submitted, timeout_s if alone else 0.0)
@@ -587,6 +574,7 @@ class Stepper:
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
         if self._barrier:
             self._train_whole_batch(work)
+        self._check_staleness(work)
         rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
         self._update_mini_batches(work, rate)
         ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
@@ -594,6 +582,21 @@ class Stepper:
         for sample_id in work.stats:
             self._trained_of.update({worker_id for worker_id, _ in work.spans.get(sample_id, ())})
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+
+    def _check_staleness(self, work: _Work) -> None:
+        """Raise `Diverged` where the samples are too far from the weights that train them; these are a whole step's yet."""
+        algorithm = self._config.algorithm
+        if not algorithm.max_staleness_kl:
+            return
+        rows = list(work.stats.values())
+        k3 = math.fsum(row.mismatch_k3 for row in rows) / max(1, sum(row.tokens for row in rows))
+        if k3 > algorithm.max_staleness_kl or math.isnan(k3):
+            raise Diverged(
+                f"step {work.step}: its samples are {k3:.3g} nats a token (k3) from the weights that train them, over "
+                f"algorithm.max_staleness_kl = {algorithm.max_staleness_kl:g}; the step was not taken",
+                f"lower optimizer.lr, or algorithm.max_off_policy_steps = {algorithm.max_off_policy_steps}, and start the training job "
+                "again: it goes on from its checkpoint",
+            )
 
     def _update_mini_batches(self, work: _Work, rate: float) -> None:
         """One optimizer step a mini-batch, in order; rows of later ones are trained with the parameters that the earlier ones left."""

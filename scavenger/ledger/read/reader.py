@@ -402,12 +402,11 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Op
     members: dict[int, list[r.SampleState]] = defaultdict(list)
     state = r.SampleState
     spans: dict[int, tuple[tuple[int, int], ...]] = {}
-    for sample_id, worker_id, tokens in _tuples(connection, "snapshot_spans", **wanted):
+    versions: dict[int, tuple[tuple[int, int], ...]] = {}
+    for sample_id, worker_id, version, tokens in _tuples(connection, "snapshot_spans", **wanted):
         if tokens > 0:
-            before = spans.get(sample_id, ())
-            if before and before[-1][0] == worker_id:  # it had the sample twice in a row
-                tokens, before = tokens + before[-1][1], before[:-1]
-            spans[sample_id] = (*before, (worker_id, tokens))
+            spans[sample_id] = _joined(spans.get(sample_id, ()), worker_id, tokens)
+            versions[sample_id] = _joined(versions.get(sample_id, ()), version, tokens)
     for group_id, epoch, held_by, held_version, sample_id, index, name, *rest in _tuples(
         connection, "snapshot_samples", **wanted
     ):
@@ -429,6 +428,7 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Op
                 reason,
                 reward_version,
                 spans.get(sample_id, ()),
+                versions.get(sample_id, ()),
             )
         )
     for version, *made in _tuples(connection, "snapshot_groups", **wanted):
@@ -439,6 +439,13 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Op
                 f"group {created.group_id} has {len(samples)} samples instead of {created.n}", _RESTORE
             )
         yield r.OpenGroup(created, version, tuple(samples))
+
+
+def _joined(spans: tuple[tuple[int, int], ...], of: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """With so many tokens more, of this worker or version: one span where it had the sample twice in a row."""
+    if spans and spans[-1][0] == of:
+        return (*spans[:-1], (of, tokens + spans[-1][1]))
+    return (*spans, (of, tokens))
 
 
 def _payloads(

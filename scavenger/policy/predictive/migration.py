@@ -81,7 +81,8 @@ class Mover:
         shifts: Sequence[migration.Shift] = ()
         if settings.rebalance:
             shifts = migration.rebalance(loads, price, policy_forecast.ready_s(picture))
-        merges, whole = not shifts and settings.tails, ""
+        # An engine that is freed would be filled with samples of the next steps, or given back while these wait.
+        merges, whole = not shifts and settings.tails and not step.ahead, ""
         if merges:
             shifts, whole = self._merge(picture, loads, price)
         if shifts:

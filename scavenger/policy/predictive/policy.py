@@ -22,9 +22,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scavenger.policy import migration
+from scavenger.policy import admission, migration
 from scavenger.policy import seed_window as windows
+from scavenger.policy.admission import Pace
 from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.forecast.lengths import Belief
 from scavenger.policy.interface import (
     EnginesAsked,
     Fact,
@@ -128,6 +130,8 @@ def _engine(
     return {f"{which}{name}": value for name, value in named.items()}
 
 
+#: Before so many completions were seen no pace is forecast. A distribution is read at so many quantiles.
+LEAST_SEEN, QUANTILES = 16, 32
 #: A window that ends this soon ends now: asking again would take as long.
 SOON_S = 1.0
 #: Ask again after this share of the time to the window's end, but within these.
@@ -172,7 +176,7 @@ class Predictive:
         self._mover.observe(fact, begins=begins)
         match fact:
             case StepSubmitted() if begins:
-                self._asked_for = self._unfinished = fact.samples
+                self._asked_for, self._unfinished = fact.samples, fact.samples - fact.finished
                 self._decision = None
                 self._new_step = self._changed = True
             case StepSubmitted():
@@ -216,6 +220,8 @@ class Predictive:
         if step.finished >= step.samples:
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
+        if step.ahead:
+            return self._window_ahead(view, picture, now)
         situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
         plan, inputs = windows.solve(situation), situation.inputs()
         policy_forecast.plan = plan
@@ -228,6 +234,35 @@ class Predictive:
         if plan.awake and plan.close_after_s < again:
             again = max(soon_s, plan.close_after_s)
         return WindowDecision(not plan.awake, why, now + again, inputs)
+
+    def _window_ahead(self, view: RunView, picture: Picture, now: float) -> WindowDecision | None:
+        """With samples of later steps to generate. None while no pace is known: the trainer's own rule decides."""
+        pace = self.pace(view)
+        if pace is None:
+            return None
+        forecast, batch = self.forecast, {w.id: max(1, w.leases + w.ahead) for w in picture.workers}
+        serving = [batch[worker.id] for worker in picture.harvested if worker.serves]
+        usual = max(serving, default=1)
+        running = [sample for group in picture.groups.values() for sample in group.running]
+        rest_s = max(
+            tokens * pace.curve.step_s(each, each * pace.context)
+            for tokens, each in zip(
+                picture.imputed.tolist(), [batch.get(s.worker_id, usual) for s in running], strict=True
+            )
+        )
+        train_s = self._policy_forecast.train_s(picture)
+        ready_s = train_s * max(0.0, picture.delivered_tokens[1] - self._policy_forecast.trained)
+        found = admission.window(
+            awake=view.step.reserved_awake,
+            rest_s=rest_s,
+            ready_s=ready_s,
+            sleep_s=forecast.sleep_s,
+            wake_s=forecast.wake_s,
+            left=len(running),
+        )
+        return WindowDecision(
+            found.close, f"step {view.step.step}: {found.reason}", now + found.again_s, found.inputs
+        )
 
     # ---------------------------------------------------------------- placement, moves, engines
 
@@ -280,6 +315,31 @@ class Predictive:
             {**self._fleet.figures(), "freed": len(self._mover.retired), "target": self._target}
             if self.settings.fleet
             else {}
+        )
+
+    def pace(self, view: RunView) -> Pace | None:
+        """Of a step like the one under way. None until lengths are known: the first step is over, or nearly."""
+        forecast, step = self.forecast, view.step
+        if forecast.lengths is None or forecast.lengths.seen < LEAST_SEEN or not step.samples:
+            return None
+        engines = [worker for worker in view.workers if worker.kind != "reserved"]
+        reserved = [worker for worker in view.workers if worker.kind == "reserved"]
+        like = (engines or reserved)[:1]
+        gpus = like[0].gpus if like else 1
+        curve = forecast.curve("harvested" if engines else "reserved", gpus)
+        table = forecast.lengths.table()
+        lengths = [table.at(Belief(), 0, (at + 0.5) / QUANTILES) for at in range(QUANTILES)]
+        mean, prompt = sum(lengths) / QUANTILES, forecast.prompt.value
+        # A long sample is on its engine for longer: what an engine holds is of lengths weighted by themselves, each half done.
+        held = prompt + sum(length * length for length in lengths) / sum(lengths) / 2
+        trained = step.samples * (mean + prompt)
+        train_s = forecast.train_s(curve, gpus, sum(worker.gpus for worker in reserved))
+        return Pace(
+            tokens=step.samples * mean,
+            longest=table.at(Belief(), 0, 1 - 1 / max(2, step.samples)),
+            context=held,
+            curve=curve,
+            busy_s=train_s * trained + forecast.finish.value + forecast.sleep_s + forecast.wake_s,
         )
 
     def benefit(self) -> Benefit | None:

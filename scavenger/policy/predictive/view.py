@@ -296,7 +296,7 @@ class Picture:
                 group_id: group.done_tokens for group_id, group in self.groups.items() if group.running
             },
             reserved_after_s=max(loading, default=0.0),
-            closed=not awake and self.step.finished > 0 and self.step.decided != "open",
+            closed=not awake and self.step.finished > self.step.before and self.step.decided != "open",
         )
 
     def _arrivals(self) -> tuple[tuple[float, float], ...]:

@@ -21,6 +21,8 @@ MAX_GROUP_SAMPLES = 4096
 MAX_CALL_SAMPLES = 16384
 #: Workers in turn that generated one sample, as its trainer is told; and spans of one report on their agreement.
 MAX_SPANS = 64
+#: Versions that one sample may have tokens of, each named once a change: a moved sample has a few.
+MAX_VERSIONS = 256
 MAX_SPAN_SUMS = 16384
 #: Stop texts of one sample: they travel with each lease.
 MAX_STOPS = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,6 +10,7 @@ from scavenger.protocol.messages.common import (
     MAX_CONFIG_CHARS,
     MAX_SPAN_SUMS,
     MAX_SPANS,
+    MAX_VERSIONS,
     BoundedText,
     Count,
     EngineSpec,
@@ -64,6 +65,11 @@ class OpenRun(Message, frozen=True):
     on_poison: str = "stop"  # "stop" | "mask"
     encrypt: bool = False  # its weights travel over a network under CURVE only
     nodes_per_engine: Positive = 1
+    #: Steps that the weights of a sample may be older than those that train it.
+    max_off_policy_steps: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    on_new_version: Literal["switch", "finish"] = (
+        "switch"  # with the above: whether engines that generate change weights at once
+    )
 
 
 class Attach(Message, frozen=True):
@@ -334,6 +340,8 @@ class DoneSample(MessagePart, frozen=True):
     present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
     `spans`: (worker id, tokens) of those who generated it, in the order of its tokens; empty where there were more than `MAX_SPANS`.
     `routing`: as in `Chunk`.
+    `versions`: (version, the step after which it was published, tokens) of the weights that generated it, in the order of its tokens;
+    empty where all samples of a step have the group's version (`OpenRun.max_off_policy_steps` = 0).
     """
 
     sample_id: int
@@ -351,6 +359,7 @@ class DoneSample(MessagePart, frozen=True):
     regenerated: int = 0
     spans: Annotated[tuple[tuple[int, Positive], ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
     routing: bytes = b""
+    versions: Annotated[tuple[tuple[int, int, Positive], ...], msgspec.Meta(max_length=MAX_VERSIONS)] = ()
 
 
 class GroupDone(Message, frozen=True):

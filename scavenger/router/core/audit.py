@@ -6,8 +6,8 @@ Boundary: invariants recounted; it changes nothing.
 from __future__ import annotations
 
 from scavenger.policy.interface import Standard
-from scavenger.router.core import policy_driver, policy_view, samples, turns, worker_counts
-from scavenger.router.core.state import ActiveRun, Sample, Worker
+from scavenger.router.core import policy_driver, policy_view, samples, staleness, turns, worker_counts
+from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
 
@@ -21,10 +21,25 @@ def check(core: Core) -> None:
     for run in core.runs.values():
         _check_run(core, run)
     for group in core.groups.values():
+        if staleness.is_bounded(group) and not group.orphaned:
+            _check_ages(group)
         open_ones = sum(not s.done for s in group.samples)
         assert group.unfinished == open_ones, (
             f"group {group.id}: {group.unfinished} counted as not done, {open_ones} are"
         )
+
+
+def _check_ages(group: Group) -> None:
+    """No sample will be trained beyond k, whatever comes of its lease."""
+    for sample in group.samples:
+        assert sum(tokens for _, tokens in staleness.mixture(sample)) == sample.accepted, (
+            f"sample {sample.id}: of some of its tokens the version is not known"
+        )
+        leased = sample.status in (SampleStatus.LEASED, SampleStatus.UNCONFIRMED)
+        used = [version for version, _ in staleness.mixture(sample)] + [sample.lease_version] * leased
+        for version in used:
+            found = staleness.fault(group.run, group.step, version)
+            assert not found or sample.error is not None, f"sample {sample.id}: {found}"
 
 
 def _check_sample(core: Core, sample: Sample) -> None:
@@ -108,9 +123,7 @@ def _check_run(core: Core, run: ActiveRun) -> None:
     )
     if run.cached.serving is not None and not run.due.changed_workers:
         version, serving = run.cached.serving
-        assert serving == [w for w in run.workers.values() if samples.servable(w, version)], (
-            f"run {run.id}: who serves version {version}"
-        )
+        assert serving == samples.serving(run, version), f"run {run.id}: who serves version {version}"
     if isinstance(run.policy, Standard):  # others may hold samples back
         assert not policy_driver.placements(core, run), f"run {run.id}: samples could be placed and were not"
     wanted = samples.target_version(run)

@@ -1,7 +1,8 @@
 """What of a policy's decisions is written down, so that the ledger explains a run and is not flooded by it. Pure.
 
     place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
-    window, engines    one row when the answer is another one than before
+    window, engines,
+    admission          one row when the answer is another one than before
     affinity           one row for the turns placed at once, of which an engine has a prefix; one where some begin to wait for it
     agreement          one row for each engine that is found to be wrong, with all numbers
 
@@ -23,6 +24,7 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy import affinity
+from scavenger.policy.admission import Admission
 from scavenger.policy.affinity import Placed
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Explains, SampleMove, SamplePlacement
@@ -34,7 +36,7 @@ from scavenger.router.core.tables import Core
 NAMED = 16
 KINDS = 8
 #: What is told only when it is another than before: a run of short steps opens and closes its window each second or two.
-CHANGES, CHANGES_EVERY_S = ("window", "engines"), 1.0
+CHANGES, CHANGES_EVERY_S = ("window", "engines", "admission"), 1.0
 
 
 class PolicyCode(StrEnum):
@@ -51,6 +53,7 @@ class PolicyCode(StrEnum):
     CACHED = "cached"  # a turn goes to the engine that has its prefix
     ELSEWHERE = "elsewhere"  # it does not: the queue there is longer than the prefill
     AWAITED = "awaited"  # it waits for that engine, which is full
+    ADMITS = "admits"  # how many samples an engine may hold, those of later steps included
     DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
 
 
@@ -158,6 +161,20 @@ def engines(core: Core, run: ActiveRun, number: int, reason: str, benefit: Benef
         lambda: _of_engines(run, number, before, benefit),
     ):
         run.decisions.engines = number  # what was left out is said as soon as there is room
+
+
+def admission(core: Core, run: ActiveRun, decided: Admission) -> None:
+    """How many samples an engine may hold for later steps' sake is another number than before."""
+    _write(
+        core,
+        run,
+        "admission",
+        "limit",
+        PolicyCode.ADMITS,
+        run.name,
+        decided.reason,
+        lambda: {"step": run.progress.newest[1], "by": dict(decided.inputs)},
+    )
 
 
 def _of_engines(run: ActiveRun, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:

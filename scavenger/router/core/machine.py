@@ -191,8 +191,11 @@ class Router:
                 turns.watch(self.core, run)
             if run.turns.queue:  # before any step's samples: a caller waits for them
                 turns.place(self.core, run)
+            if run.settings.max_off_policy_steps:
+                policy_driver.switch(self.core, run)
             if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)
+                policy_driver.admit(self.core, run)
             self._ask_policy(run, fleet=fleet, timed=timed)
             run.due.fleet = run.due.samples = False  # what this itself changed is done
             self._notify_trainer(run, timed=timed)

@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from scavenger.policy import admission, placement
+from scavenger.policy.admission import Admission
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Fact, SampleMove, SamplePlacement, Weighs
+from scavenger.policy.interface import Fact, Paces, SampleMove, SamplePlacement, Weighs
+from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
-from scavenger.router.core import decision_log, samples, turns
+from scavenger.router.core import decision_log, samples, staleness, turns
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import ActiveRun, RouterLimits, SampleYield, Worker
+from scavenger.router.core.state import ActiveRun, Group, RouterLimits, Sample, SampleYield, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import SampleStatus
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 
 
 def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:
@@ -37,6 +40,8 @@ def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     if not run.queue or run.stopped or run.ended:
         return []
     view = LiveView(core, run)
+    if run.settings.max_off_policy_steps and next(iter(view.waiting()), None) is None:
+        return []  # what waits is of later steps
     for slot in view.slots():
         if slot.leases < slot.max_batch:
             break
@@ -45,7 +50,7 @@ def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     answers = run.policy.place(view, core.now)
     if not answers:
         return []
-    free = {slot.worker_id: slot.max_batch - slot.leases for slot in view.slots()}
+    free = {slot.worker_id: slot.max_batch - len(run.workers[slot.worker_id].leases) for slot in view.slots()}
     version, taken, kept = view.version, set[int](), []
     for answer in answers:
         sample = core.samples.get(answer.sample_id)
@@ -54,6 +59,8 @@ def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
             and sample.id in run.queue
             and sample.group.version == version
             and sample.id not in taken
+            and staleness.is_now(run, sample.group)
+            and (not staleness.is_bounded(sample.group) or _may_take(run, answer.worker_id, sample.group))
         )
         if not waits or free.get(answer.worker_id, 0) < 1:
             core.count("advice_dropped")
@@ -64,11 +71,20 @@ def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     return kept
 
 
+def _may_take(run: ActiveRun, worker_id: int, group: Group) -> bool:
+    worker = run.workers.get(worker_id)
+    return worker is not None and samples.may_generate(worker, group)
+
+
 def place_queued(core: Core, run: ActiveRun) -> None:
     """Lease queued samples as the policy says. A lease is sent once it is durable."""
     answers = placements(core, run)
     if not answers:
         return
+    _lease(core, run, answers)
+
+
+def _lease(core: Core, run: ActiveRun, answers: Sequence[SamplePlacement]) -> None:
     run.queue.discard_all([core.samples[answer.sample_id] for answer in answers])
     batches: dict[int, list[SamplePlacement]] = {}
     for answer in answers:
@@ -76,6 +92,98 @@ def place_queued(core: Core, run: ActiveRun) -> None:
     for worker_id, batch in batches.items():
         samples.lease(core, core.workers[worker_id], [core.samples[p.sample_id] for p in batch])
     decision_log.placed(core, run, answers)
+
+
+# ---------------------------------------------------------------- steps in advance
+
+
+def admit(core: Core, run: ActiveRun) -> None:
+    """Lease samples of later steps to slots that what the trainer works at has left, the earliest step first."""
+    answers = ahead_placements(core, run)
+    if answers:
+        _lease(core, run, answers)
+
+
+def admission_of(core: Core, run: ActiveRun) -> Admission:
+    """How many samples an engine may hold, those of later steps included: decided anew every `ADMIT_S`, and in each step."""
+    known, asked = run.decisions.admission, run.decisions.admit_again_at
+    if known is not None and core.now < asked:
+        return known
+    view = LiveView(core, run)
+    pace = run.policy.pace(view) if isinstance(run.policy, Paces) else None
+    serving = [w for w in run.workers.values() if w.status in (WorkerStatus.READY, WorkerStatus.LOADING)]
+    harvested = sum(worker.kind != "reserved" for worker in serving)
+    reserved = sum(worker.kind == "reserved" for worker in run.workers.values())
+    decided = admission.limit(
+        admission.AdmissionView(
+            run.settings.max_off_policy_steps, run.engine.max_batch, harvested, reserved, pace
+        )
+    )
+    run.decisions.admission, run.decisions.admit_again_at = decided, core.now + ADMIT_S
+    if known is None or known.limit != decided.limit:
+        decision_log.admission(core, run, decided)
+    return decided
+
+
+#: Engines come and go, and lengths are learned: how many samples they may hold is decided again so soon.
+ADMIT_S = 5.0
+
+
+def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
+    if not run.settings.max_off_policy_steps or not run.queue or run.stopped or run.ended:
+        return []
+    purpose, now = run.progress.newest
+    if purpose != "train":
+        return []
+    leases = {worker.id: len(worker.leases) for worker in run.workers.values()}
+    decided = admission_of(core, run)
+    able = [
+        worker
+        for worker in run.workers.values()
+        if leases[worker.id] < decided.limit
+        and samples.servable(worker, worker.weights.loaded)
+        and not worker.weights.switches
+    ]
+    if not able:
+        return []
+    waiting: dict[int, list[Sample]] = {}
+    for sample in run.queue.waiting(samples.queued_version(run)):
+        group = sample.group
+        if staleness.is_bounded(group) and group.step > now and not group.orphaned:
+            waiting.setdefault(group.step, []).append(sample)
+    if not waiting:
+        return []
+    found: list[SamplePlacement] = []
+    for step, some in sorted(waiting.items()):
+        slots = [
+            Slots(w.id, leases[w.id], decided.limit, w.node)
+            for w in able
+            if leases[w.id] < decided.limit and samples.may_generate(w, some[0].group)
+        ]
+        for sample_id, worker_id in placement.place(
+            (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
+        ):
+            leases[worker_id] += 1
+            why = f"in advance, of step {step} while step {now} is under way; {decided.reason}"
+            found.append(SamplePlacement(sample_id, worker_id, why))
+    return found
+
+
+def switch(core: Core, run: ActiveRun) -> None:
+    """Have some workers that generate with older weights give their samples back and load the newest."""
+    target = run.cached.target
+    for worker in staleness.to_switch(run, target, core.now):
+        worker.weights.switches = True
+        run.cached.serving = None
+        run.due.changed_workers.append(worker)
+        why = f"version {target} follows {worker.weights.loaded}"
+        moves = [
+            SampleMove(sample.id, worker.id, 0, why)
+            for sample in sorted(worker.leases.values(), key=lambda sample: sample.id)
+            if sample.status is SampleStatus.LEASED and sample.id not in worker.yielding
+        ]
+        if moves:
+            _take(core, worker, moves)
 
 
 def rebalance(core: Core, run: ActiveRun, *, timed: bool) -> None:
@@ -106,7 +214,7 @@ def _may_move(core: Core, run: ActiveRun, move: SampleMove) -> bool:
     ):
         return False
     target = run.workers.get(move.to_worker)
-    if move.to_worker and (target is None or not samples.servable(target, sample.group.version)):
+    if move.to_worker and (target is None or not samples.may_generate(target, sample.group)):
         return False
     return sample.status is SampleStatus.LEASED and sample.worker_id == worker.id and sample.group.run is run
 
@@ -161,7 +269,7 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
     run = sample.group.run
     if worker is None or sample.id not in run.queue or run.stopped or run.ended:
         return
-    if samples.servable(worker, sample.group.version) and len(worker.leases) < run.engine.max_batch:
+    if samples.may_generate(worker, sample.group) and len(worker.leases) < run.engine.max_batch:
         run.queue.discard(sample)
         samples.lease(core, worker, [sample])
 

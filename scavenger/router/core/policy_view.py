@@ -10,7 +10,7 @@ from functools import cached_property
 
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
-from scavenger.router.core import samples
+from scavenger.router.core import samples, staleness
 from scavenger.router.core.state import ActiveRun, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
@@ -40,11 +40,15 @@ class LiveView:
 
     @property
     def waits(self) -> int:
-        return len(self._run.queue)
+        """Of what the trainer works at."""
+        run = self._run
+        if not run.settings.max_off_policy_steps:
+            return len(run.queue)
+        return sum(staleness.is_now(run, sample.group) for sample in run.queue)
 
     @cached_property
     def version(self) -> int:
-        return samples.target_version(self._run)
+        return samples.queued_version(self._run)
 
     @cached_property
     def step(self) -> StepView:
@@ -72,14 +76,21 @@ class LiveView:
             reserved_awake=run.reserved.awake,
             window_since=run.reserved.awake_since,
             decided=run.decisions.window,
+            before=run.progress.finished_before,
+            ahead=self._ahead(step) if run.settings.max_off_policy_steps else 0,
         )
+
+    def _ahead(self, step: int) -> int:
+        groups = self._run.by_key.values()
+        return sum(g.unfinished for g in groups if g.purpose == "train" and g.step > step and not g.orphaned)
 
     @cached_property
     def samples(self) -> Sequence[SampleView]:
+        """Of what the trainer works at; samples of later steps get the slots that these leave (`admit`)."""
         found: list[SampleView] = []
         ended = SampleStatus.ENDED
         for group in sorted(self._run.by_key.values(), key=lambda group: group.id):
-            if not group.orphaned:
+            if not group.orphaned and staleness.is_now(self._run, group):
                 found += [
                     sample.cached_view or sample_view(sample)
                     for sample in group.samples
@@ -89,7 +100,13 @@ class LiveView:
 
     @cached_property
     def queued(self) -> Sequence[SampleView]:
-        return [sample.cached_view or sample_view(sample) for sample in self._run.queue.waiting(self.version)]
+        return [sample.cached_view or sample_view(sample) for sample in self._waiting()]
+
+    def _waiting(self) -> Iterator[Sample]:
+        waiting = self._run.queue.waiting(self.version)
+        if not self._run.settings.max_off_policy_steps:
+            return waiting
+        return (sample for sample in waiting if staleness.is_now(self._run, sample.group))
 
     @cached_property
     def workers(self) -> Sequence[WorkerView]:
@@ -97,13 +114,17 @@ class LiveView:
 
     @property
     def came(self) -> object:
-        return self.version, self._run.queue.came
+        run = self._run
+        if not run.settings.max_off_policy_steps:
+            return self.version, run.queue.came
+        return self.version, run.queue.came, run.progress.newest
 
     def is_waiting(self, sample_id: int) -> bool:
-        return self._run.queue.waits_for(sample_id, self.version)
+        waits = self._run.queue.waits_for(sample_id, self.version)
+        return waits and staleness.is_now(self._run, self._core.samples[sample_id].group)
 
     def waiting(self) -> Iterator[QueuedSamples]:
-        return (QueuedSamples(s.id, s.failed_nodes) for s in self._run.queue.waiting(self.version))
+        return (QueuedSamples(s.id, s.failed_nodes) for s in self._waiting())
 
     def slots(self) -> Sequence[Slots]:
         return self._slots
@@ -114,13 +135,22 @@ class LiveView:
         version = self.version
         run = self._run
         if run.cached.serving is None or run.cached.serving[0] != version:
-            run.cached.serving = version, [w for w in run.workers.values() if samples.servable(w, version)]
+            run.cached.serving = version, samples.serving(run, version)
+        if run.settings.max_off_policy_steps:
+            # Samples of later steps take no slot from what the trainer works at: an engine that is full is found by the driver.
+            return [Slots(w.id, self._leases(w), most, w.node) for w in run.cached.serving[1]]
         return [
             w.cached_slots
             if w.cached_slots is not None and w.cached_slots.max_batch == most
             else _slots_of(w, most)
             for w in run.cached.serving[1]
         ]
+
+    def _leases(self, worker: Worker) -> int:
+        """Of what the trainer works at."""
+        if not self._run.settings.max_off_policy_steps:
+            return len(worker.leases)
+        return sum(staleness.is_now(self._run, sample.group) for sample in worker.leases.values())
 
     def _worker(self, worker: Worker) -> WorkerView:
         return WorkerView(
@@ -129,8 +159,9 @@ class LiveView:
             node=worker.node,
             gpus=worker.gpus,
             status=worker.status.value,
-            serves=samples.servable(worker, self.version),
-            leases=len(worker.leases),
+            serves=samples.serves_now(worker, self.version),
+            leases=self._leases(worker),
+            ahead=len(worker.leases) - self._leases(worker),
             max_batch=self.max_batch,
             joined_at=worker.joined_at,
             idle_since=worker.idle_since,

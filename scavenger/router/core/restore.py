@@ -13,7 +13,7 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
-from scavenger.router.core import agreement, samples, turns
+from scavenger.router.core import agreement, samples, staleness, turns
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
@@ -70,6 +70,11 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
             by_id[run_id].retries[purpose, step, prompt_index] = retry + 1
     for run in by_id.values():
         run.progress.newest, run.progress.samples = _newest_step(snapshot.groups, run.id)
+        if run.settings.max_off_policy_steps:
+            run.progress.newest = staleness.under_way(run)
+            run.progress.samples = sum(
+                len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == run.progress.newest
+            )
         run.progress.submitted_at = run.reserved.awake_since = core.now
 
 
@@ -182,6 +187,7 @@ def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup, turn: Turn | N
             durable=row.length,
             reported=row.length,
             spans=list(row.spans),
+            versions=row.versions if run.settings.max_off_policy_steps else (),
         )
         core.samples[sample.id] = sample
         group.add(sample)
@@ -240,6 +246,8 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         str(section.get("on_poison", "stop")),
         bool(config.get("weights", {}).get("encrypt", False)),
         int(section.get("nodes_per_engine", 1)),
+        int(config.get("algorithm", {}).get("max_off_policy_steps", 0)),
+        str(config.get("algorithm", {}).get("on_new_version", "switch")),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

@@ -42,6 +42,7 @@ from scavenger.router.core import (
     agreement,
     registration,
     samples,
+    staleness,
     steps,
     turns,
     worker_commands,
@@ -245,6 +246,8 @@ def _open(
         body.on_poison,
         body.encrypt,
         body.nodes_per_engine,
+        body.max_off_policy_steps,
+        body.on_new_version,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
@@ -384,6 +387,7 @@ def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
         )
     )
     turns.published(core, run, body.version)
+    staleness.retarget(core, run, body.version)
     return Ok()
 
 

@@ -24,9 +24,10 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
+from scavenger.router.core import staleness
 from scavenger.router.core.state import ActiveRun, CachedAt, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
+from scavenger.router.core.transitions import IllegalTransition, SampleStatus, SampleStep, WorkerStatus
 
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
@@ -45,6 +46,30 @@ def servable(worker: Worker, version: int) -> bool:
         and worker.weights.loaded == version
         and worker.weights.asked == version
     )
+
+
+def serves_now(worker: Worker, version: int) -> bool:
+    """Whether a worker may take leases of what the trainer works at: it has this version, or one that is young enough for the step."""
+    run = worker.run
+    if not run.settings.max_off_policy_steps or run.progress.newest[0] != "train":
+        return servable(worker, version)
+    return (
+        servable(worker, worker.weights.loaded)
+        and not worker.weights.switches
+        and not staleness.fault(run, run.progress.newest[1], worker.weights.loaded)
+    )
+
+
+def serving(run: ActiveRun, version: int) -> list[Worker]:
+    """The workers for which `serves_now` holds."""
+    return [worker for worker in run.workers.values() if serves_now(worker, version)]
+
+
+def may_generate(worker: Worker, group: Group) -> bool:
+    """Whether a worker may take leases of this group now: it has the group's version, or one that is young enough for its step."""
+    if not staleness.is_bounded(group):
+        return servable(worker, group.version)
+    return servable(worker, worker.weights.loaded) and staleness.may_serve(worker, group)
 
 
 def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
@@ -73,7 +98,8 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     """The lease, and how many accepted tokens go with it."""
     sample.transition(SampleStep.LEASE)
     group, accepted, now = sample.group, sample.accepted, core.now
-    run, version = group.run, group.version
+    run = group.run
+    version = worker.weights.loaded if staleness.is_bounded(group) else group.version
     sample.epoch = epoch = sample.epoch + 1
     sample.moves += accepted > 0
     sample.worker_id = sample.last_worker_id = worker.id
@@ -101,11 +127,22 @@ def target_version(run: ActiveRun) -> int:
 
     With steps in advance, who has nothing left to do for one step begins with the next.
     """
+    if run.settings.max_off_policy_steps:
+        # What was begun with an older version goes on with any that is young enough: only a turn needs its own.
+        turns = [version for version in run.turns.queue.versions() if run.weights.available(version)]
+        return min([*turns, max(run.weights.versions, default=-1)])
     for wanted in (run.queue.versions() | run.turns.queue.versions(), run.leased):
         held = [version for version in wanted if run.weights.available(version)]
         if held:
             return min(held)
     return max(run.weights.versions, default=-1)
+
+
+def queued_version(run: ActiveRun) -> int:
+    """The version under which samples wait that may be leased now."""
+    if run.settings.max_off_policy_steps:
+        return max(run.weights.versions, default=-1)
+    return target_version(run)
 
 
 # ---------------------------------------------------------------- chunks
@@ -238,6 +275,8 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     else:
         sample.by_harvested += length
     note_span(sample.spans, worker.id, length)
+    if staleness.is_bounded(sample.group):
+        staleness.note(sample, chunk.version, length)
     sample.view_changed()
     sample.chunk_at = core.now
     if length > sample.largest_flush:
@@ -459,6 +498,8 @@ def deliver_if_done(core: Core, group: Group) -> None:
         return
     if core.groups.get(group.id) is not group:
         return
+    if found := staleness.trained_beyond(group):
+        raise IllegalTransition(f"group {group.id} is whole and may not be trained: {found}")
     group.delivered_to = run.attempt
     core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
     samples = tuple(
@@ -477,6 +518,8 @@ def deliver_if_done(core: Core, group: Group) -> None:
             s.by_harvested,
             s.regenerated,
             tuple(s.spans) if len(s.spans) <= MAX_SPANS else (),
+            b"",
+            staleness.told(group, s),
         )
         for s in group.samples
     )

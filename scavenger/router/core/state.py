@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
+from scavenger.policy.admission import Admission
 from scavenger.policy.affinity import Speeds
 from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
@@ -216,6 +217,8 @@ class Sample:
     by_harvested: int = 0
     #: (worker, tokens) of those who generated it, in the order of its tokens.
     spans: list[tuple[int, int]] = field(default_factory=list)
+    #: (version, tokens) in the order of its tokens; empty where its group's version is that of all (`staleness.mixture`).
+    versions: tuple[tuple[int, int], ...] = ()
     regenerated: int = 0  # tokens that died with a worker, since then
     #: How policies see it (`policy_view`), until any of that changes. `audit` makes it anew and compares.
     cached_view: SampleView | None = None
@@ -412,6 +415,8 @@ class RunSettings:
     on_poison: str = "stop"  # "stop" | "mask"
     encrypt: bool = False  # its weights go over no network in the clear
     nodes_per_engine: int = 1
+    max_off_policy_steps: int = 0  # steps that the weights of a sample may be older than those that train it
+    on_new_version: str = "switch"  # "switch" | "finish"; see `staleness.to_switch`
 
 
 @dataclass(slots=True)
@@ -477,6 +482,7 @@ class StepProgress:
     newest: tuple[str, int] = ("train", 0)  # (purpose, step) that was submitted last
     submitted_at: float = 0.0
     samples: int = 0  # of the newest step: what the fleet is sized for
+    finished_before: int = 0  # of them, those that were generated before the step began
     trained: Trained | None = None  # what the trainer last said of the step under way
     last_committed: int = 0
     resumed_after: int = 0  # the step of the checkpoint that this attempt began with
@@ -534,6 +540,9 @@ class PolicyDecisions:
     ask_window_at: float = 0.0
     rebalanced_at: float = 0.0
     engines: int | None = None  # number of harvested engines, as written last
+    #: How many samples an engine may hold for later steps' sake, and until when that serves.
+    admission: Admission | None = None
+    admit_again_at: float = 0.0
     budgets: dict[str, Budget] = field(default_factory=dict)  # kind of decision -> rows that may be written
 
 
@@ -654,7 +663,9 @@ class WorkerWeights:
     #: Version that it was asked to pull beside its work; -1: none since its last load, or it did not come.
     ahead: int = -1
     ahead_after: int = 0  # heartbeat acks that it had been sent when it was asked
+    ahead_at: float = 0.0  # when it was asked
     ahead_failed_at: float = 0.0  # when it was found that one did not come
+    switches: bool = False  # it gives its leases back, to load newer weights at once
     pause_s: float = (
         0.0  # between the last token under one version and the first under the next, by its own word
     )

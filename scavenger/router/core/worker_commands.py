@@ -214,6 +214,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if worker.leases:
         _pull_ahead(core, worker)
         return
+    worker.weights.switches = False  # nothing is left to give back
     wanted = samples.target_version(worker.run) if target is None else target
     version = worker.run.weights.versions.get(wanted)
     if version is None:
@@ -256,7 +257,7 @@ def _pull_ahead(core: Core, worker: Worker) -> None:
     order = _order(core, worker, version)
     # What it generates with stays: once the trainer is gone, no other engine may hold it. The order to load lets go of it.
     order = msgspec.structs.replace(order, keep=tuple(sorted({*order.keep, weights.loaded})))
-    weights.ahead, weights.ahead_after = wanted, worker.heartbeat.acks
+    weights.ahead, weights.ahead_after, weights.ahead_at = wanted, worker.heartbeat.acks, core.now
     core.send(worker.conn, PullAhead(order))  # before the next ack, which shows that it was received
 
 

@@ -1,0 +1,153 @@
+"""When samples of later steps begin: how many samples an engine holds while a step is trained. Pure.
+
+With k steps in advance an engine that the step under way leaves idle generates samples of later steps. The fuller it is the more tokens
+it makes a second, and the slower each sample is. A sample of the step under way that is slowed makes the trainer wait; a fleet that is
+not full makes it wait later. So groups are admitted at the pace at which they will be trained. With b samples on every engine a step
+takes, in the long run,
+
+    T(b) = max( generated(b)   its tokens, by engines of which the reserved ones are the trainer's for `busy_s` of each step
+                longest(b)     its longest completion, which has k + `WITHIN` steps from its first token to its training
+                busy_s )       what the trainer needs
+
+`generated` falls with b and `longest` grows with it. The limit is the least b whose T is within `NEAR` of the least T: nothing is begun
+earlier than it must be, so that no weights are older than they must be. Slots go to the earliest step first (`policy_driver.admit`).
+
+Reserved engines and training share GPUs. On policy a step ends with its longest completion, and the trainer begins early with what is
+whole (`seed_window`). With steps in advance it need not: whoever waits for that completion generates for later steps. So reserved engines
+generate while the trainer would wait (`window`), and sleep once what is whole keeps it busy until the last sample comes.
+
+Knows no sample, no worker and no clock; `Pace` comes from the run's policy, which forecasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scavenger.policy.forecast.speed import SpeedCurve
+
+#: A step's samples begin over about one step: the middle one has k and a half steps until its step is over.
+WITHIN = 0.5
+#: A limit is as good as another whose step is shorter by less than this share.
+NEAR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is forecast of a step. `tokens`: of its completions. `longest`: of the longest one. `context`: of a sample on an engine, prompt
+    included, on average over time. `curve`: of one engine. `busy_s`: of the trainer's GPUs a step, changes of the window included."""
+
+    tokens: float
+    longest: float
+    context: float
+    curve: SpeedCurve
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionView:
+    """`harvested`, `reserved`: engines that generate, or may. `pace`: None while nothing is known."""
+
+    ahead: int
+    max_batch: int
+    harvested: int
+    reserved: int
+    pace: Pace | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Samples of all steps that an engine may hold before one of a later step is refused a slot; why; and with which numbers."""
+
+    limit: int
+    reason: str
+    inputs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Whether reserved engines shall sleep, and why. `again_s`: ask again after so many seconds."""
+
+    close: bool
+    reason: str
+    again_s: float
+    inputs: Mapping[str, float] = field(default_factory=dict)
+
+
+#: Ask again after this share of the time in which the answer may change, but within these.
+AGAIN_SHARE, AGAIN_LEAST_S, AGAIN_MOST_S = 0.5, 2.0, 30.0
+
+
+def window(*, awake: bool, rest_s: float, ready_s: float, sleep_s: float, wake_s: float, left: int) -> Window:
+    """Whether reserved engines shall sleep. `rest_s`: until the last sample of the step under way is whole without them; `ready_s`: the
+    trainer's work that is there; `sleep_s`, `wake_s`: what a change costs; `left`: samples of the step that are not done.
+
+    A change back must win what both changes cost.
+    """
+    inputs = {"rest_s": rest_s, "ready_s": ready_s, "sleep_s": sleep_s, "wake_s": wake_s, "left": float(left)}
+    need = ready_s + sleep_s + (0.0 if awake else wake_s + sleep_s)
+    again = min(AGAIN_MOST_S, max(AGAIN_LEAST_S, AGAIN_SHARE * abs(rest_s - need)))
+    figures = (
+        f"{left} samples of the step are {rest_s:.1f} s from done, the trainer has {ready_s:.1f} s to do"
+    )
+    if not left:
+        return Window(True, "every sample of the step is done", AGAIN_MOST_S, inputs)
+    if rest_s <= need:
+        return Window(True, f"{figures}: it would not wait", again, inputs)
+    return Window(False, f"{figures}: its GPUs generate for later steps meanwhile", again, inputs)
+
+
+def generated_s(view: AdmissionView, pace: Pace, batch: int) -> float:
+    """Seconds in which the engines make a step's tokens with `batch` samples each."""
+    rate = pace.curve.tokens_per_s(batch, pace.context)
+    alone = pace.tokens / (rate * view.harvested) if view.harvested else math.inf
+    if alone <= pace.busy_s or not view.reserved:
+        return alone
+    return (pace.tokens / rate + view.reserved * pace.busy_s) / (view.harvested + view.reserved)
+
+
+def longest_s(view: AdmissionView, pace: Pace, batch: int) -> float:
+    """Seconds that a step lasts at least for its longest completion to be whole in time."""
+    return pace.longest * pace.curve.step_s(batch, batch * pace.context) / (view.ahead + WITHIN)
+
+
+def step_s(view: AdmissionView, pace: Pace, batch: int) -> float:
+    return max(generated_s(view, pace, batch), longest_s(view, pace, batch), pace.busy_s)
+
+
+def limit(view: AdmissionView) -> Admission:
+    """How many samples an engine may hold for later steps' sake."""
+    pace = view.pace
+    if pace is None:
+        return Admission(view.max_batch, "nothing is forecast yet: every slot is used")
+    if view.harvested + view.reserved < 1:
+        return Admission(view.max_batch, "no engine generates")
+    predicted = {batch: step_s(view, pace, batch) for batch in range(1, view.max_batch + 1)}
+    least = min(predicted.values())
+    chosen = next(batch for batch, seconds in predicted.items() if seconds <= least * (1 + NEAR))
+    parts = {
+        "generating": generated_s(view, pace, chosen),
+        "the longest completion": longest_s(view, pace, chosen),
+        "training": pace.busy_s,
+    }
+    bound = max(parts, key=lambda part: parts[part])
+    reason = (
+        f"{chosen} samples an engine: a step takes {predicted[chosen]:.0f} s, by {bound} "
+        f"({', '.join(f'{part} {seconds:.0f} s' for part, seconds in parts.items())}); "
+        f"{predicted[view.max_batch]:.0f} s with {view.max_batch}"
+    )
+    inputs = {
+        "limit": float(chosen),
+        "step_s": predicted[chosen],
+        "generated_s": parts["generating"],
+        "longest_s": parts["the longest completion"],
+        "busy_s": pace.busy_s,
+        "full_s": predicted[view.max_batch],
+        "tokens": pace.tokens,
+        "longest": pace.longest,
+        "harvested": float(view.harvested),
+        "reserved": float(view.reserved),
+        "ahead": float(view.ahead),
+    }
+    return Admission(chosen, reason, inputs)

@@ -1,0 +1,93 @@
+"""How many samples engines hold for later steps' sake, and when reserved ones sleep: the numbers, by hand where they are simple."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from scavenger.policy import admission
+from scavenger.policy.admission import AdmissionView, Pace
+from scavenger.policy.forecast.speed import SpeedCurve
+
+#: 10 ms a decode step, and 0.1 ms more for each sample.
+CURVE = SpeedCurve(10e-3, 0.1e-3, 0.0)
+PACE = Pace(tokens=1_000_000.0, longest=8_000.0, context=1_000.0, curve=CURVE, busy_s=0.0)
+VIEW = AdmissionView(ahead=1, max_batch=256, harvested=4, reserved=0, pace=PACE)
+
+
+def test_a_step_takes_as_long_as_its_tokens_its_longest_completion_or_the_trainer() -> None:
+    """At 100 samples a decode step takes 20 ms: 5,000 tokens a second and engine, 50 a second and sample."""
+    assert admission.generated_s(VIEW, PACE, 100) == pytest.approx(1_000_000 / (4 * 5_000))
+    assert admission.longest_s(VIEW, PACE, 100) == pytest.approx(8_000 / 50 / 1.5)
+    assert admission.step_s(VIEW, replace(PACE, busy_s=500.0), 100) == 500.0
+
+
+def test_reserved_engines_generate_in_what_the_trainer_leaves_of_a_step() -> None:
+    """Two harvested and two reserved engines of 5,000 tokens a second; the trainer has the reserved ones' GPUs for 30 s of each step."""
+    pace = replace(PACE, busy_s=30.0)
+    view = replace(VIEW, harvested=2, reserved=2, pace=pace)
+    took = admission.generated_s(view, pace, 100)
+    assert took > 30
+    assert 2 * 5_000 * took + 2 * 5_000 * (took - 30) == pytest.approx(1_000_000)
+    many = replace(view, harvested=8)
+    assert admission.generated_s(many, pace, 100) == pytest.approx(25.0), (
+        "the harvested ones are done within it"
+    )
+
+
+def test_no_engine_is_filled_so_far_that_a_long_completion_comes_too_late() -> None:
+    found = admission.limit(VIEW)
+    predicted = {batch: admission.step_s(VIEW, PACE, batch) for batch in range(1, 257)}
+    assert predicted[found.limit] <= min(predicted.values()) * (1 + admission.NEAR)
+    assert predicted[256] > 1.5 * predicted[found.limit], "a full engine would make the step far longer"
+    assert f"{found.limit} samples an engine" in found.reason
+    assert found.inputs["longest_s"] == pytest.approx(admission.longest_s(VIEW, PACE, found.limit))
+
+
+def test_with_more_steps_in_advance_engines_are_fuller_and_steps_no_longer() -> None:
+    views = [replace(VIEW, ahead=ahead) for ahead in (1, 2, 4, 8)]
+    limits = [admission.limit(view).limit for view in views]
+    steps = [admission.limit(view).inputs["step_s"] for view in views]
+    assert limits == sorted(limits)
+    assert limits[0] < limits[-1]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < 0.7 * steps[0]
+
+
+def test_nothing_is_begun_earlier_than_it_is_trained() -> None:
+    """The trainer needs 400 s a step: a few samples an engine are in time, and are of newer weights than many would be."""
+    slow = admission.limit(replace(VIEW, pace=replace(PACE, busy_s=400.0)))
+    assert slow.limit < admission.limit(VIEW).limit / 2
+    assert "by training" in slow.reason
+    assert slow.inputs["generated_s"] <= 400 * (1 + admission.NEAR)
+
+
+def test_without_a_forecast_every_slot_is_used() -> None:
+    found = admission.limit(replace(VIEW, pace=None))
+    assert (found.limit, found.reason) == (256, "nothing is forecast yet: every slot is used")
+    assert admission.limit(replace(VIEW, harvested=0)).limit == 256
+
+
+WAITS = {"sleep_s": 2.0, "wake_s": 3.0}
+
+
+def test_reserved_engines_sleep_once_the_trainer_would_not_wait() -> None:
+    assert not admission.window(awake=True, rest_s=60.0, ready_s=20.0, left=3, **WAITS).close
+    found = admission.window(awake=True, rest_s=21.0, ready_s=20.0, left=3, **WAITS)
+    assert found.close
+    assert "it would not wait" in found.reason
+    assert admission.window(awake=True, rest_s=0.0, ready_s=0.0, left=0, **WAITS).close
+
+
+def test_reserved_engines_wake_again_only_for_more_than_both_changes_cost() -> None:
+    assert admission.window(awake=False, rest_s=25.0, ready_s=20.0, left=3, **WAITS).close
+    assert not admission.window(awake=False, rest_s=30.0, ready_s=20.0, left=3, **WAITS).close
+
+
+def test_the_window_is_asked_about_again_before_its_answer_may_change() -> None:
+    far = admission.window(awake=True, rest_s=1_000.0, ready_s=0.0, left=3, **WAITS)
+    near = admission.window(awake=True, rest_s=5.0, ready_s=0.0, left=3, **WAITS)
+    assert admission.AGAIN_LEAST_S <= near.again_s < far.again_s <= admission.AGAIN_MOST_S
+    assert math.isfinite(far.inputs["rest_s"])

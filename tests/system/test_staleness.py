@@ -1,0 +1,55 @@
+"""Bounded staleness in a whole run: real engines, ranks, daemon and cluster. Samples of later steps are generated while a step trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.demo.site import DemoSite, SiteOptions
+from tests.system import play
+
+pytestmark = pytest.mark.mpi
+
+#: Of each token that was trained: its step, and the step after which its weights were published.
+TRAINED = """
+SELECT g.step, v.step, count(*) FROM chunks c
+JOIN samples s ON s.sample_id = c.sample_id
+JOIN groups g ON g.group_id = s.group_id
+JOIN weight_versions v ON v.run_id = g.run_id AND v.version = c.version
+WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered')
+GROUP BY g.step, v.step ORDER BY g.step, v.step
+"""
+
+
+@pytest.mark.parametrize(("k", "on_new_version"), [(1, "switch"), (3, "finish")])
+def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
+    k: int, on_new_version: str, tmp_path: Path, small_model: Path
+) -> None:
+    options = SiteOptions(
+        "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
+    )
+    with DemoSite(options) as site:
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": 6, "deterministic": False},
+            engine={"max_batch": 8, "pace": 3.0},
+            algorithm={"max_off_policy_steps": k, "on_new_version": on_new_version},
+        )
+        play.finish(site, play.submit(site, run))
+        ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
+        assert {step for step, _ in ages} == set(range(1, 7))
+        assert {age for _, age in ages} <= set(range(k + 1)), "a token was trained beyond k"
+        assert max(age for _, age in ages) > 0, "no token was generated in advance"
+        ends = dict(play.ask(site, "SELECT state, count(*) FROM samples GROUP BY state"))
+        assert not ends.keys() & {"superseded", "surplus", "poisoned"}, ends
+        rows = play.ask(site, "SELECT step, metrics FROM steps WHERE purpose = 'train' ORDER BY step")
+        metrics = {step: json.loads(text) for step, text in rows}
+        for step, found in metrics.items():
+            mine = [age for of, age in ages if of == step]
+            assert found["staleness_max"] == max(mine)
+            assert 0 <= found["staleness_mean"] <= max(mine)
+            assert 0 < found["effective_fraction"] <= 1
