@@ -46,16 +46,17 @@ class _Truth:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._streams = scenario, Streams(scenario.seed)
-        self._step = 0
-        self._groups: dict[int, tuple[int, ...]] = {}
+        self._groups: dict[tuple[int, int], tuple[int, ...]] = {}  # by step and prompt
 
     def __call__(self, key: SampleKey) -> int:
-        if key.step != self._step:
-            self._step, self._groups = key.step, {}
-        group = self._groups.get(key.prompt)
+        group = self._groups.get((key.step, key.prompt))
         if group is None:
-            group = self._scenario.lengths.group(self._streams, key.step, key.prompt, self._scenario.samples)
-            self._groups[key.prompt] = group
+            scenario = self._scenario
+            group = scenario.lengths.group(self._streams, key.step, key.prompt, scenario.samples)
+            self._groups[key.step, key.prompt] = group
+            over = key.step - scenario.max_off_policy_steps - 1
+            if len(self._groups) > (scenario.max_off_policy_steps + 3) * scenario.prompts:
+                self._groups = {of: lengths for of, lengths in self._groups.items() if of[0] >= over}
         return group[key.index]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.decode import SimulatedEngine
@@ -30,7 +31,7 @@ class Scenario:
     `offload`: training state goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step.
     `reward_s`: from group to reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first
     engine of this reserved slot hangs when it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and
-    another one takes its slot.
+    another one takes its slot. `max_off_policy_steps`, `on_new_version`: `algorithm`'s keys of these names.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
@@ -64,6 +65,8 @@ class Scenario:
     wake_after_s: float = 5.0
     sleep_timeout_s: float = 60.0
     hangs: tuple[tuple[str, int], ...] = ()
+    max_off_policy_steps: int = 0
+    on_new_version: Literal["switch", "finish"] = "switch"
     seed: int = 0
 
     def __post_init__(self) -> None:

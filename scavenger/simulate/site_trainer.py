@@ -124,6 +124,8 @@ class SimTrainer:
         self._calls = 0
         self._fleet = Fleet(0, 0, 0, 0, 0)
         self._inbox: deque[GroupDone] = deque()
+        self._asked = 0  # the last step that was submitted
+        self._lengths: dict[int, Sequence[int]] = {}  # by group, of groups that came and are not committed
         self._under: Under | None = None
         self._actions: deque[train_step.Action] = deque()
         self._computing = False
@@ -147,7 +149,20 @@ class SimTrainer:
         harvest = self._simulated_policy.harvest
         self._call(
             OpenRun(
-                PROTOCOL, RUN, 0, "{}", engine, "", harvest, sc.max_engines, sc.harvested.gpus, 0, "host", 1
+                PROTOCOL,
+                RUN,
+                0,
+                "{}",
+                engine,
+                "",
+                harvest,
+                sc.max_engines,
+                sc.harvested.gpus,
+                0,
+                "host",
+                1,
+                max_off_policy_steps=sc.max_off_policy_steps,
+                on_new_version=sc.on_new_version,
             )
         )
         self._publish()
@@ -205,11 +220,12 @@ class SimTrainer:
 
     def _begin(self, step: int) -> None:
         sc = self._scenario
-        self._lengths: dict[int, Sequence[int]] = {}
         prompt, sampling = zeros(sc.prompt_tokens), Sampling(sc.lengths.cap)
         self._since = self._sim.now
         groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
-        self._call(SubmitGroups(step, self._version, "train", groups))
+        while self._asked < step + sc.max_off_policy_steps:
+            self._asked += 1
+            self._call(SubmitGroups(self._asked, self._version, "train", groups))
         session = StepSession(
             self._plan(), self._fleet, self._memory(), reserved_awake=self.reserved_awake, now=self._sim.now
         )
@@ -240,8 +256,8 @@ class SimTrainer:
         self._idle_until_now(under)
         under.harvested = max(under.harvested, self._fleet.harvested)
         events = under.session.observe(self._fleet, self._memory())
-        while self._inbox:
-            group = self._inbox.popleft()
+        for group in [group for group in self._inbox if group.step == under.step]:
+            self._inbox.remove(group)
             under.ready.append(group)
             under.done.append(group)
             events.append(train_step.GroupsCompleted(1, len(group.samples)))
@@ -419,6 +435,8 @@ class SimTrainer:
         } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
         self._under = None
+        for group in under.done:
+            del self._lengths[group.group_id]
         self._finished(
             StepOutcome(
                 under.step,

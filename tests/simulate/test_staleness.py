@@ -1,0 +1,34 @@
+"""Bounded staleness in simulation: what is trained is what was asked for, step by step, and the simulator's trainer stays within k."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scavenger.simulate.clock import Streams
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.policies import SIMULATED_POLICIES
+from tests.simulate.digest import small
+
+STEPS = 4
+
+
+@pytest.mark.parametrize(("k", "on_new_version"), [(1, "switch"), (4, "switch"), (2, "finish")])
+def test_the_lengths_that_a_step_trains_are_those_that_were_asked_for(k: int, on_new_version: str) -> None:
+    """Neither are long completions dropped or put off, nor short ones favoured: each step trains its own, whole."""
+    scenario = replace(
+        small(3, STEPS),
+        max_off_policy_steps=k,
+        on_new_version="finish" if on_new_version == "finish" else "switch",
+    )
+    out = simulate(scenario, SIMULATED_POLICIES["ours"])
+    assert [step.step for step in out.steps] == list(range(1, STEPS + 1))
+    streams = Streams(scenario.seed)
+    for step in out.steps:
+        asked = [
+            length
+            for prompt in range(scenario.prompts)
+            for length in scenario.lengths.group(streams, step.step, prompt, scenario.samples)
+        ]
+        assert (step.samples, step.tokens) == (len(asked), sum(asked)), f"step {step.step}"
