@@ -56,7 +56,7 @@ def serves_now(worker: Worker, version: int) -> bool:
     return (
         servable(worker, worker.weights.loaded)
         and not worker.weights.switches
-        and not staleness.fault(run, run.progress.newest[1], worker.weights.loaded)
+        and staleness.may_lease(run, run.progress.newest[1], worker.weights.loaded)
     )
 
 

@@ -42,12 +42,19 @@ def fault(run: ActiveRun, step: int, version: int) -> str:
     if version not in run.weights.versions:
         return f"version {version} is not one of the run's"
     old = age(run, step, version)
+    if old < 0:  # a restart from an older checkpoint took it back
+        return f"version {version} has the weights after step {run.weights.versions[version].step}, which is not before step {step}"
     return f"version {version} is {old} steps too old for step {step}, over {most}" if old > most else ""
 
 
 def may_serve(worker: Worker, group: Group) -> bool:
     """Whether a worker that is ready has weights that are young enough for the group."""
-    return not worker.weights.switches and not fault(group.run, group.step, worker.weights.loaded)
+    return not worker.weights.switches and may_lease(group.run, group.step, worker.weights.loaded)
+
+
+def may_lease(run: ActiveRun, step: int, version: int) -> bool:
+    """Whether samples of this step may be generated with this version from now on."""
+    return not fault(run, step, version) and _is_live(run, version)
 
 
 # ---------------------------------------------------------------- a sample's versions
