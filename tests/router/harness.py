@@ -121,8 +121,8 @@ def open_body(
         poison_after,
         on_poison,
         encrypt,
-        ahead,
-        on_new_version,  # type: ignore[arg-type]
+        max_off_policy_steps=ahead,
+        on_new_version=on_new_version,  # type: ignore[arg-type]
     )
 
 
