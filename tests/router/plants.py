@@ -201,10 +201,10 @@ def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
     sender, goodbye = wk.sender, wk.goodbye
 
     def hastily(say: Callable[..., Any]) -> Callable[..., Any]:
-        def hasty(core: Core, *rest: Any) -> Any:
+        def hasty(core: Core, *rest: Any, **named: Any) -> Any:
             send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
             try:
-                return say(core, *rest)
+                return say(core, *rest, **named)
             finally:
                 core.send_durable = send  # type: ignore[method-assign]
 
