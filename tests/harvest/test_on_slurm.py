@@ -83,12 +83,12 @@ def test_a_job_that_left_for_good_and_that_slurm_starts_again_is_cancelled_at_on
         return next(job for job in cluster.jobs() if job.job_id == job_id)
 
     def again(job_id: int) -> None:
-        scontrol("requeue", str(job_id))
+        scontrol(
+            "requeue", str(job_id)
+        )  # it waits then for `requeue_delay_s`: until its first life's credential is forgotten
         deadline = time.monotonic() + 60
         while (job := listed(job_id)).state is not JobState.RUNNING or job.flags or not job.restart_count:
             assert time.monotonic() < deadline, f"it is not started again: {job}"
-            if job.waits:
-                scontrol("update", f"JobId={job_id}", "StartTime=now")
             time.sleep(0.2)
 
     async def play() -> None:
