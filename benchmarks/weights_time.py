@@ -153,19 +153,19 @@ def waiting(nbytes: int, repeats: int) -> None:
     """An engine that asks as the version is published. Before: at once, and most comes whole. After: it waits where that is quicker."""
     old, new = versions(nbytes, 1e-5)
 
-    def turn(link: float, patience_s: float) -> float:
-        pulls.MOST_WAIT_S = patience_s
+    def turn(link: float, most_wait_s: float) -> float:
+        pulls.MOST_WAIT_S = most_wait_s
         with WeightServer(local=False, deltas=4, nbytes_per_s=link) as source:
             source.publish(*old)
             return pulled(new, source.publish(*new), old, book(link / 4))
 
-    patience_s = pulls.MOST_WAIT_S
+    most_wait_s = pulls.MOST_WAIT_S
     for link in (2.5 * MB, 12.5 * MB):
         compared(
             f"waiting, link {link / MB:g} MB/s",
             repeats,
             partial(turn, link, 0.0),
-            partial(turn, link, patience_s),
+            partial(turn, link, most_wait_s),
         )
 
 

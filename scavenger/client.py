@@ -487,7 +487,7 @@ class Run:
     def close_run(self, state: str, reason: str = "") -> None:
         """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once.
 
-        `reason`, as those of outcomes, is shown by the ledger's reports to people who may not see prompts and answers: give it
+        `reason`, as those of outcomes, is shown by the ledger's reports to people who may not see prompts and completions: give it
         `errors.describe(error)` rather than an error's own words.
         """
         self._closing = True

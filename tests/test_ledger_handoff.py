@@ -80,7 +80,7 @@ def test_a_daemon_goes_on_elsewhere_with_all_that_it_wrote(tmp_path: Path) -> No
     assert lives(a, "first") == 1
     ledger_handoff.put_down(a, 1)
     assert (ledger_handoff.path_in(tmp_path / "state").stat().st_mode & 0o077) == 0, (
-        "it holds prompts and answers"
+        "it holds prompts and completions"
     )
     assert lives(b, "second") == 2
     ledger_handoff.put_down(b, 2)

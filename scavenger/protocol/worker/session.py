@@ -115,9 +115,8 @@ class Session:
         self._heard_at = now
         self._attempts = 0
         self._refusals = 0
-        self._turned_away: messages.Rejected | None = (
-            None  # the last refusal that may pass, since the last Welcome
-        )
+        # The last refusal that may pass, since the last Welcome.
+        self._turned_away: messages.Rejected | None = None
         self._reply_by = 0.0
         self._unanswered = 0
         self._heartbeat_at = 0.0

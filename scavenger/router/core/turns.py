@@ -250,7 +250,7 @@ def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
         return []
     serving: dict[int, list[Worker]] = {}
     for worker in run.workers.values():
-        if samples.servable(worker, worker.weights.loaded):
+        if samples.servable(worker, worker.weights.loaded) and not worker.weights.switches:
             serving.setdefault(worker.weights.loaded, []).append(worker)
     free = {v: sum(len(w.leases) < run.engine.max_batch for w in ws) for v, ws in serving.items()}
     if not any(free.values()):
