@@ -314,6 +314,8 @@ def idle(nodes: Iterable[Node], jobs: Iterable[Job]) -> dict[str, int]:
 
 
 @given(st.sampled_from(RELEASES), st.integers(0, 13), st.sampled_from(commands._JOB_FIELDS), damage)
+@example("22.05", 3, "JobID", ("\u0663", 1.0))  # a digit to `int`, none of Slurm's
+@example("22.05", 6, "tres-per-node", ("²", 1.0))
 @example("24.11", 0, "exit_code", ("?", None))
 @example("26.05", 11, "tres-per-node", ("(", 0.8))
 def test_a_damaged_queue_is_the_named_error_or_loses_nobody_s_demand(

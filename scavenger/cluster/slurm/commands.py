@@ -93,7 +93,7 @@ _NODE_KEYS = (
     "CfgTRES",
     "AllocTRES",
 )
-_NUMBER = re.compile(r"-?\d{1,20}")
+_NUMBER = re.compile(r"-?[0-9]{1,20}")
 _SPACE = re.compile(r"\s")
 
 
@@ -231,7 +231,7 @@ def format_minutes(seconds: float) -> str:
 
 def parse_submitted(stdout: str) -> int:
     """The id that `sbatch --parsable` prints ('123' or '123;cluster'). Raises `ClusterUnavailable` on anything else."""
-    match = re.fullmatch(r"(\d+)(;[^\s;]+)?\s*", stdout)
+    match = re.fullmatch(r"([0-9]+)(;[^\s;]+)?\s*", stdout)
     if match is None:
         raise ClusterUnavailable(f"sbatch printed no job id: {stdout[:200]!r}")
     return int(match[1])
@@ -239,7 +239,7 @@ def parse_submitted(stdout: str) -> int:
 
 def parse_version(stdout: str) -> str:
     """'22.05.8' from 'slurm-wlm 22.05.8' (Debian's) or 'slurm 24.11.1'. Raises `ClusterUnavailable` on anything else."""
-    match = re.fullmatch(r"\S+ (\d+\.\d+[^\s]*)\s*", stdout)
+    match = re.fullmatch(r"\S+ ([0-9]+\.[0-9]+[^\s]*)\s*", stdout)
     if match is None:
         raise ClusterUnavailable(f"scontrol --version printed no version: {stdout[:80]!r}")
     return match[1]
@@ -343,7 +343,9 @@ def _job_with_unknowns(values: Sequence[str]) -> Job:
 
 def _of_job(job_id: int, field: str, text: str) -> int:
     return (
-        int(text) if text.isdecimal() and len(text) < 19 else _integer(f"squeue job {job_id} {field}", text)
+        int(text)
+        if text.isascii() and text.isdecimal() and len(text) < 19
+        else _integer(f"squeue job {job_id} {field}", text)
     )
 
 
@@ -468,7 +470,7 @@ def _exempt_s(text: str) -> float:
 
 
 def _plan_step_s(text: str) -> float:
-    found = re.search(r"\bbf_resolution=(\d+)", text, re.I)
+    found = re.search(r"\bbf_resolution=([0-9]+)", text, re.I)
     step_s = int(found[1]) if found is not None else 0
     return float(step_s) if 1 <= step_s <= 3600 else 60.0  # anything else Slurm does not take either
 
@@ -481,7 +483,7 @@ def _integer(what: str, text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    match = re.match(r"(\d+) sec", text)
+    match = re.match(r"([0-9]+) sec", text)
     if match is None:
         raise ClusterUnavailable(f"not a time in seconds: {text!r}")
     return float(match[1])
@@ -489,7 +491,7 @@ def _seconds(text: str) -> float:
 
 def _time(text: str) -> float:
     """Unix seconds; 0 when Slurm has none ('N/A', 'Unknown')."""
-    if text.isdecimal() and len(text) < 19:
+    if text.isascii() and text.isdecimal() and len(text) < 19:
         return float(text)
     return 0.0 if text in NOTHING else float(_integer("a time", text))
 
@@ -637,7 +639,7 @@ def _life(line: str) -> JobLife:
     if len(values) != len(_ACCOUNTING_FIELDS):
         raise ClusterUnavailable(f"sacct's answer is malformed: {line[:120]!r}")
     job_id, state, submit, start, end, n_nodes, nodes, tres, name = values
-    if not job_id.isdecimal():
+    if not (job_id.isascii() and job_id.isdecimal()):
         raise ClusterUnavailable(f"sacct's answer is malformed: not a job id: {job_id[:40]!r}")
     return JobLife(
         int(job_id),
@@ -647,7 +649,11 @@ def _life(line: str) -> JobLife:
         _accounting_time(start),
         _accounting_time(end),
         () if nodes in _NO_NODES else tuple(expand(nodes)),
-        job_gpus(RequestedTres(tres, "", "", "", ""), int(n_nodes) if n_nodes.isdecimal() else 0, 0),
+        job_gpus(
+            RequestedTres(tres, "", "", "", ""),
+            int(n_nodes) if n_nodes.isascii() and n_nodes.isdecimal() else 0,
+            0,
+        ),
     )
 
 
@@ -694,7 +700,7 @@ def _qos(line: str) -> Qos:
         next((_QOS_MODES[word] for word in words if _QOS_MODES.get(word) is not None), None),
         parse_duration(grace or "0"),
         parse_duration(exempt) if exempt else None,
-        float(factor) if re.fullmatch(r"\d+(\.\d+)?", factor) else 1.0,
+        float(factor) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", factor) else 1.0,
         tuple((key, value) for key, value in zip(_QOS_LIMITS, limits, strict=True) if value),
     )
 
@@ -702,6 +708,6 @@ def _qos(line: str) -> Qos:
 def _accounting_time(text: str) -> float:
     if text in NOTHING:
         return 0.0
-    if not re.fullmatch(r"\d{1,18}", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ClusterUnavailable(f"sacct's answer is malformed: not a time: {text[:40]!r}")
     return float(text)

@@ -168,7 +168,7 @@ def parse_duration(text: str) -> float:
         return INFINITE_S
     if text in NOTHING or text == "Partition_Limit":
         return 0.0
-    match = re.fullmatch(r"(?:(\d{1,18})-)?(\d{1,18})(?::(\d{1,18}))?(?::(\d{1,18}))?", text)
+    match = re.fullmatch(r"(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?", text)
     if match is None:
         raise ClusterUnavailable(f"not a duration: {text[:80]!r}")
     parts = [int(part) for part in match.groups()[1:] if part is not None]
@@ -256,9 +256,12 @@ def gpu_type(text: str) -> str:
 _DETAILS = r"(?:\([^()]*\))*"
 _ITEMS = re.compile(r",(?![^()]*\))")
 # a type may begin with a digit, or be a number (2080ti, 3090, 1g.10gb); a number alone is a count
-_GPU_ITEM = re.compile(rf"(?:gres[:/])?gpu(?:[:/](?!\d+(?:\(|$))([\w.-]+))?(?:[:=](\d+))?{_DETAILS}")
+_GPU_ITEM = re.compile(
+    rf"(?:gres[:/])?gpu(?:[:/](?![0-9]+(?:\(|$))([A-Za-z0-9_.-]+))?(?:[:=]([0-9]+))?{_DETAILS}"
+)
 _OTHER_ITEM = re.compile(
-    rf"(?:gres:|[a-z]+/)?(?!gpu(?![\w-]))[A-Za-z_][\w-]*(?::[\w.-]+)*(?:=[\w.-]+)?{_DETAILS}", re.ASCII
+    rf"(?:gres:|[a-z]+/)?(?!gpu(?![\w-]))[A-Za-z_][\w-]*(?::[A-Za-z0-9_.-]+)*(?:=[A-Za-z0-9_.-]+)?{_DETAILS}",
+    re.ASCII,
 )
 
 
@@ -279,7 +282,7 @@ def _gpu_items(text: str, *, counted: bool = False) -> Iterable[tuple[str, int]]
 
 # 'shard:h100:3(IDX:0-1)', 'mps:0(IDX:N/A)'; or with what is used of each GPU's shares: 'shard:3(1/4,2/4)'
 _SHARE_ITEM = re.compile(
-    r"(?:gres[:/])?(?:shard|mps)(?:[:/](?!\d+(?:\(|$))[\w.-]+)?[:=](\d+)(?:\(([^()]*)\))?.*"
+    r"(?:gres[:/])?(?:shard|mps)(?:[:/](?![0-9]+(?:\(|$))[A-Za-z0-9_.-]+)?[:=]([0-9]+)(?:\(([^()]*)\))?.*"
 )
 
 
@@ -300,7 +303,7 @@ def _shared_gpus(used: str) -> int:
             gpus |= {
                 int(number) for part in detail.removeprefix("IDX:").split(",") for number in _numbers(part)
             }
-        elif re.fullmatch(r"\d+/\d+(?:,\d+/\d+)*", detail):
+        elif re.fullmatch(r"[0-9]+/[0-9]+(?:,[0-9]+/[0-9]+)*", detail):
             gpus |= {n for n, share in enumerate(detail.split(",")) if not share.startswith("0/")}
         else:
             raise ClusterUnavailable(f"not which GPUs are shared: {item[:80]!r}")
@@ -313,7 +316,7 @@ def count_tasks(text: str) -> int:
         return 1
     count = 0
     for part in text.partition("%")[0].split(","):
-        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18})(?::(\d{1,18}))?)?", part)
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18})(?::([0-9]{1,18}))?)?", part)
         if match is None:
             raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
         low, high, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
@@ -329,7 +332,7 @@ _LIMIT = 100_000
 #: A name's characters (DNS has 255), and its ranges in brackets: Slurm's own programs write two.
 _LONGEST, _RANGES = 255, 8
 #: What stands outside brackets. Anything else is in no node's name: the answer is damaged, or of an unknown release.
-_NAME = re.compile(r"[\w.-]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]*", re.ASCII)
 
 
 @lru_cache(256)
