@@ -33,7 +33,7 @@ BASE = [
     "zstandard>=0.22",
 ]
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
-# scavenger/gateway/app.py. vLLM brings both.
+# scavenger/gateway/app.py and scavenger/web/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
 # For a terminal view of the daemon, whose code is not here yet.
 TOP = ["textual>=6.0"]
@@ -53,6 +53,7 @@ EXTRAS = {
     "lora": LORA,
     "gateway": GATEWAY,
     "top": TOP,
+    "web": GATEWAY,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
