@@ -128,7 +128,7 @@ def _table(
     body = tuple(
         tuple(_cell(name, row[name], by[name](row) if name in by else "") for name in names) for row in found
     )
-    shown = tuple(name.replace("_", " ") for name in names)
+    shown = tuple(clean(name.replace("_", " "), 60) for name in names)
     return Panel(title, sql, head=shown, body=body, empty="" if found else "none", **options)
 
 

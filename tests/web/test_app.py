@@ -107,7 +107,9 @@ def test_the_token_in_an_address_becomes_a_cookie_and_leaves_the_address(tmp_pat
         reply = client.get(path + TOKEN, follow_redirects=False)
         assert (reply.status_code, reply.headers["location"]) == (303, "/sc/decisions?before=9")
         cookie = reply.headers["set-cookie"]
-        assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/sc" in cookie
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert "Path=/sc" in cookie
         assert TOKEN not in cookie
         assert client.get("/sc/decisions").status_code == 200
     elsewhere = client.get(f"//elsewhere.example/x?token={TOKEN}", follow_redirects=False)
