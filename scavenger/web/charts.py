@@ -109,7 +109,7 @@ def series(
             (_scale(at, begin, end, LEFT, WIDTH - RIGHT), title) for at, title in marks if begin <= at <= end
         ),
         labels=(
-            Label(LEFT - 6, TOP + 8, number(high), "end"),
+            Label(LEFT - 6, TOP + 8 if high > low else ys([high])[0] + 4, number(high), "end"),
             *((Label(LEFT - 6, HEIGHT - BOTTOM, number(low), "end"),) if high > low else ()),
             Label(LEFT, HEIGHT - 6, "0 s"),
             Label(WIDTH - RIGHT, HEIGHT - 6, span(end - begin), "end"),

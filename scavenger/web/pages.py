@@ -217,7 +217,7 @@ def overview(connection: sa.Connection) -> Page:
             Panel(
                 clean(run["name"], 60),
                 f"{asked}\n\n{left}",
-                f"{len(steps):,} steps; axis from {moment(begin)} UTC, the same for all runs; a red line is an engine that left",
+                f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs; a red line is an engine that left",
                 charts=two if steps else (),
                 empty="" if steps else "no step is committed yet",
             )
@@ -369,7 +369,7 @@ def _tokenizer(connection: sa.Connection, run_id: int) -> str:
 
 def _facts(row: Row) -> str:
     return clean(
-        f"{row['state']} {row['reason']}; {row['finish'] or 'not finished'}; reward {charts.number(row['reward'])}, "
+        f"{' '.join(filter(None, (row['state'], row['reason'])))}; {row['finish'] or 'not finished'}; reward {charts.number(row['reward'])}, "
         f"advantage {charts.number(row['advantage'])}; {row['accepted_len']:,} tokens; {row['moves']} moves"
     )
 
