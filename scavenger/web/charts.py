@@ -1,4 +1,7 @@
-"""Where marks of a chart lie, in the units of an SVG view box. Pure; knows no HTML."""
+"""Where marks of a chart lie, in the units of an SVG view box. Pure; knows no HTML.
+
+Boundary: geometry without rows of a ledger.
+"""
 
 from __future__ import annotations
 

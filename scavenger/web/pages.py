@@ -1,6 +1,8 @@
 """What each page shows: rows of the ledger as panels. Knows no HTML and no HTTP; a caller gives the connection.
 
 Text that others chose leaves here printable and cut to length; the template escapes it.
+
+Boundary: no HTTP; tests read pages without a server.
 """
 
 from __future__ import annotations
@@ -370,7 +372,8 @@ def _tokenizer(connection: sa.Connection, run_id: int) -> str:
 def _facts(row: Row) -> str:
     return clean(
         f"{' '.join(filter(None, (row['state'], row['reason'])))}; {row['finish'] or 'not finished'}; reward {charts.number(row['reward'])}, "
-        f"advantage {charts.number(row['advantage'])}; {row['accepted_len']:,} tokens; {row['moves']} moves"
+        f"advantage {charts.number(row['advantage'])}; {row['accepted_len']:,} tokens; "
+        f"{row['moves']} moves"
     )
 
 
