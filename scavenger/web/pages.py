@@ -371,7 +371,8 @@ def _tokenizer(connection: sa.Connection, run_id: int) -> str:
 
 def _facts(row: Row) -> str:
     return clean(
-        f"{' '.join(filter(None, (row['state'], row['reason'])))}; {row['finish'] or 'not finished'}; reward {charts.number(row['reward'])}, "
+        f"{' '.join(filter(None, (row['state'], row['reason'])))}; "
+        f"{row['finish'] or 'not finished'}; reward {charts.number(row['reward'])}, "
         f"advantage {charts.number(row['advantage'])}; {row['accepted_len']:,} tokens; "
         f"{row['moves']} moves"
     )
