@@ -1,0 +1,57 @@
+"""Makes a virtual environment that was filled in one folder ready for another: `settle.py VENV PLACE`. scripts/build-deb runs it.
+
+Of its programs only `scavenger` and Python stay. No path of the folder it was made in is left, and bytecode is checked by no time stamp:
+two builds are the same bytes. What it removed or changed is right in each `RECORD`, so that `importlib.metadata` and an audit agree.
+"""
+
+from __future__ import annotations
+
+import base64
+import compileall
+import csv
+import hashlib
+import py_compile
+import sys
+from pathlib import Path
+
+KEPT = {"scavenger", "python", "python3", f"python3.{sys.version_info.minor}"}
+
+
+def settle(venv: Path, place: Path) -> None:
+    for program in sorted((venv / "bin").iterdir()):
+        if program.name not in KEPT:
+            program.unlink()
+    starter = venv / "bin/scavenger"
+    starter.write_text(starter.read_text().replace(str(venv), str(place)))
+    settings = venv / "pyvenv.cfg"
+    settings.write_text(
+        "".join(line for line in settings.read_text().splitlines(True) if not line.startswith("command"))
+    )
+    (site,) = venv.glob("lib/python3.*/site-packages")
+    for record in sorted(site.glob("*.dist-info/RECORD")):
+        (record.parent / "direct_url.json").unlink(missing_ok=True)
+        _mend(record, site)
+    (venv / "lib64").unlink(missing_ok=True)
+    compileall.compile_dir(
+        site, quiet=2, stripdir=str(venv), prependdir=str(place), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
+
+
+def _mend(record: Path, site: Path) -> None:
+    rows = []
+    for name, digest, size in csv.reader(record.read_text(encoding="utf-8").splitlines()):
+        path = site / name
+        if not path.exists():
+            continue
+        if digest:
+            content = path.read_bytes()
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            rows.append((name, f"sha256={hashed}", str(len(content))))
+        else:
+            rows.append((name, digest, size))
+    with record.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(sorted(rows))
+
+
+if __name__ == "__main__":
+    settle(Path(sys.argv[1]), Path(sys.argv[2]))
