@@ -44,10 +44,8 @@ def pages(app: typer.Typer, date: str) -> dict[str, str]:
 
 def completion() -> str:
     """The script that completes `scavenger` in bash, as `scavenger --show-completion` prints it there."""
-    return (
-        get_completion_script(prog_name=NAME, complete_var=f"_{NAME.upper()}_COMPLETE", shell="bash").strip()
-        + "\n"
-    )
+    names = {"prog_name": NAME, "complete_var": f"_{NAME.upper()}_COMPLETE"}
+    return get_completion_script(**names, shell="bash").strip() + "\n"  # noqa: S604
 
 
 def escape(text: str) -> str:
@@ -83,7 +81,9 @@ def _page(words: str, command: Any, context: Any, date: str, known: list[str]) -
     for title, group in (("ARGUMENTS", arguments), ("OPTIONS", options)):
         if group:
             lines += [f".SH {title}", *(line for one in group for line in _parameter(one, context))]
-    children = [one for one in known if one.startswith(f"{words} ") and one.count(" ") == words.count(" ") + 1]
+    children = [
+        one for one in known if one.startswith(f"{words} ") and one.count(" ") == words.count(" ") + 1
+    ]
     if children:
         lines.append(".SH COMMANDS")
         for one in children:

@@ -1,7 +1,8 @@
 """Makes a virtual environment that was filled in one folder ready for another: `settle.py VENV PLACE`. scripts/build-deb runs it.
 
-Of its programs only `scavenger` and Python stay. No path of the folder it was made in is left, and bytecode is checked by no time stamp:
-two builds are the same bytes. What it removed or changed is right in each `RECORD`, so that `importlib.metadata` and an audit agree.
+Of its programs only `scavenger` and Python stay. What only a test or a compiler reads goes, as do debug symbols and hf-xet (a faster
+download of models, which the daemon never does): together 70 MB. No path of the folder it was made in is left, and bytecode is checked
+by no time stamp: two builds are the same bytes. Each `RECORD` says what is there, so that `importlib.metadata` and an audit agree.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ import compileall
 import csv
 import hashlib
 import py_compile
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 KEPT = {"scavenger", "python", "python3", f"python3.{sys.version_info.minor}"}
+
+SOURCES = {".pyi", ".pyx", ".pxd", ".c", ".h", ".a"}
+#: Runs without bytecode: what the daemon never imports, or only `scavenger top` does.
+UNCOMPILED = re.compile(
+    r"/site-packages/(pygments|textual|huggingface_hub|rollout|trainer|alembic/testing|numpy/f2py|sqlalchemy/dialects/(mysql|oracle|mssql))/"
+)
 
 
 def settle(venv: Path, place: Path) -> None:
@@ -28,13 +38,32 @@ def settle(venv: Path, place: Path) -> None:
         "".join(line for line in settings.read_text().splitlines(True) if not line.startswith("command"))
     )
     (site,) = venv.glob("lib/python3.*/site-packages")
+    _prune(site)
     for record in sorted(site.glob("*.dist-info/RECORD")):
         (record.parent / "direct_url.json").unlink(missing_ok=True)
         _mend(record, site)
     (venv / "lib64").unlink(missing_ok=True)
     compileall.compile_dir(
-        site, quiet=2, stripdir=str(venv), prependdir=str(place), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+        site,
+        quiet=2,
+        rx=UNCOMPILED,
+        stripdir=str(venv),
+        prependdir=str(place),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
     )
+
+
+def _prune(site: Path) -> None:
+    for folder in [*site.glob("hf_xet*"), *site.glob("numpy/**/tests"), *site.glob("numpy/f2py/src")]:
+        shutil.rmtree(folder)
+    for path in [one for one in site.rglob("*") if one.suffix in SOURCES]:
+        path.unlink()
+    for path in sorted(site.rglob("*.so")):
+        # Those with libraries of their own beside them were changed by auditwheel: strip would break them.
+        if not (site / f"{path.relative_to(site).parts[0]}.libs").exists():
+            subprocess.run(
+                ["strip", "--strip-debug", "--enable-deterministic-archives", str(path)], check=True
+            )
 
 
 def _mend(record: Path, site: Path) -> None:
