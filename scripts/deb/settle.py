@@ -23,7 +23,7 @@ KEPT = {"scavenger", "python", "python3", f"python3.{sys.version_info.minor}"}
 SOURCES = {".pyi", ".pyx", ".pxd", ".c", ".h", ".a"}
 #: Runs without bytecode: what the daemon never imports, or only `scavenger top` does.
 UNCOMPILED = re.compile(
-    r"/site-packages/(pygments|textual|huggingface_hub|rollout|trainer|alembic/testing|numpy/f2py|sqlalchemy/dialects/(mysql|oracle|mssql))/"
+    r"/site-packages/(pygments|textual|huggingface_hub|rollout|trainer|alembic/testing|sqlalchemy/dialects/(mysql|oracle|mssql))/"
 )
 
 
@@ -54,8 +54,15 @@ def settle(venv: Path, place: Path) -> None:
 
 
 def _prune(site: Path) -> None:
-    for folder in [*site.glob("hf_xet*"), *site.glob("numpy/**/tests"), *site.glob("numpy/f2py/src")]:
+    for folder in [
+        *site.glob("hf_xet*"),
+        *site.glob("numpy/**/tests"),
+        *site.glob("numpy/f2py"),
+        *site.glob("numpy/distutils"),
+    ]:
         shutil.rmtree(folder)
+    for path in [*site.glob("zstandard/_cffi.*"), site / "numpy/testing/print_coercion_tables.py"]:
+        path.unlink(missing_ok=True)  # PyPy's; a program
     for path in [one for one in site.rglob("*") if one.suffix in SOURCES]:
         path.unlink()
     for path in sorted(site.rglob("*.so")):
