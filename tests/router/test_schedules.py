@@ -16,6 +16,8 @@ from tests.router.memory_ledger import StoredLedger
 from tests.router.plants import PLANTS
 
 OPS = 200
+#: Many schedules a test: minutes where other processes take the cores.
+pytestmark = pytest.mark.timeout(900)
 BATCHES, EACH = 20, 100
 REPLAYS = sorted((Path(__file__).parent / "replays").glob("*.json"))
 
