@@ -31,5 +31,7 @@ def test_the_table_of_messages_is_the_wire_s() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     table = text[text.index("## Wire protocol") : text.index("## Security")]
     told = set(re.findall(r"`([A-Z]\w+)`", table))
-    exist = {cls.__name__ for cls in messages.Message.__subclasses__()}
+    # Another protocol's messages (the ranks of one engine, `rollout.node_link`) derive from the same base.
+    ours = [cls for cls in messages.Message.__subclasses__() if cls.__module__.startswith(messages.__name__)]
+    exist = {cls.__name__ for cls in ours}
     assert told == exist
