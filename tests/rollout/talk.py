@@ -37,6 +37,7 @@ def lease(
     accepted: Sequence[int] = (),
     most: int = 10,
     stop: tuple[int, ...] = (),
+    purpose: str = "train",
 ) -> Lease:
     sampling = Sampling(most, stop_token_ids=stop)
     return Lease(
@@ -47,7 +48,7 @@ def lease(
         pack_tokens(accepted),
         sampling,
         5,
-        SampleKey("train", 0, sample, 0),
+        SampleKey(purpose, 0, sample, 0),
     )
 
 

@@ -32,6 +32,7 @@ from scavenger.protocol.worker.events import (
     Unreachable,
     WakeEngine,
     Woken,
+    WorkerAction,
     WorkerLimits,
     WorkerPhase,
     WorkerTick,
@@ -103,6 +104,22 @@ def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
         1,
     )
     assert wire.unpack_logprobs(chunk.logprobs) == (-12.0, -13.0, -14.0, -15.0)
+
+
+def test_a_turn_s_first_and_last_tokens_leave_at_once_and_those_between_wait() -> None:
+    """Somebody waits for the first one, and cannot use its tool before the last."""
+    t = Talk().joined()
+    t.assign(lease(1, purpose="turn"), lease(2), lease(3, accepted=(1, 2), purpose="turn"))
+    assert not sent(t.made(2, 21))
+
+    def left(actions: list[WorkerAction]) -> list[tuple[int, int, tuple[int, ...]]]:
+        return [(c.sample_id, c.offset, unpack_tokens(c.tokens)) for c in chunks(actions)]
+
+    assert left(t.made(1, 11)) == [(2, 0, (21,)), (1, 0, (11,))]
+    assert left(t.made(1, 12)) == []
+    # the first of this engine, of a turn that moved here
+    assert left(t.made(3, 31)) == [(1, 1, (12,)), (3, 2, (31,))]
+    assert left(t.made(1, 13, finish="stop")) == [(1, 2, (13,))]
 
 
 @pytest.mark.parametrize(("most", "parts"), [(1, 9), (2, 5), (3, 3), (4, 3), (9, 1), (50, 1)])

@@ -106,6 +106,7 @@ from scavenger.protocol.messages.trainer import (
     Trained,
 )
 from scavenger.protocol.messages.worker import (
+    TURN,
     Ack,
     Asleep,
     Assign,
@@ -155,6 +156,7 @@ __all__ = [
     "MAX_VERSIONS",
     "PROTOCOL",
     "RUN_NAME_PATTERN",
+    "TURN",
     "Accepted",
     "Ack",
     "Asleep",

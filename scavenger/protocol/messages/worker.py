@@ -21,6 +21,10 @@ from scavenger.protocol.messages.common import (
 # ---------------------------------------------------------------- parts
 
 
+#: `SampleKey.purpose` of an agent's turn: somebody waits for each of its tokens.
+TURN = "turn"
+
+
 class SampleKey(MessagePart, frozen=True):
     """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
 

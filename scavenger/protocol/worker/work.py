@@ -453,14 +453,17 @@ class Work:
             if delta.error is not None:
                 actions += self._fail(held, delta.error)
                 continue
+            waited_for = held.lease.key.purpose == messages.TURN and (
+                held.length == held.base or delta.finish is not None
+            )
             held.extend(delta)
             self.leases.changed(held)
             self._rate_tokens += len(delta.token_ids)
             if delta.token_ids:
                 self._token_at = now
                 actions += self._resumed(now)
-            if terms is not None and held.pending >= terms.flush_tokens:
-                self.flush_at = now
+            if waited_for or (terms is not None and held.pending >= terms.flush_tokens):
+                self.flush_at = now  # an agent waits for the first token of its turn, and for the last
         if self.flush_at is None and terms is not None:
             self.flush_at = now + terms.flush_ms / 1000.0
         return actions

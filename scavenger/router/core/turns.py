@@ -23,6 +23,7 @@ from scavenger.ledger import redaction
 from scavenger.policy import affinity
 from scavenger.policy.affinity import Placed
 from scavenger.protocol.messages import (
+    TURN,
     CommitStep,
     Denied,
     EndEpisode,
@@ -41,7 +42,7 @@ from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import UNFINISHED, EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
 
 #: `groups.purpose` of a turn.
-PURPOSE = "turn"
+PURPOSE = TURN
 #: Of a run: each is a row and lies in memory.
 MAX_OPEN_EPISODES = 65_536
 MAX_TURNS = 200_000
