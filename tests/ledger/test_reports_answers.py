@@ -477,6 +477,17 @@ def test_others_wait_in_hours(url: str) -> None:
     ]
 
 
+def test_a_wait_between_polls_that_are_far_apart_counts_its_300_s(url: str) -> None:
+    """SQLite divides whole numbers to whole numbers: 300 s were 0 hours there."""
+    written_until(url, [[r.ClusterPolled(0, 3, 6, 4, 0, 2, T0)]], T0 + 1800)
+    columns = (
+        "other_users_waiting_hours",
+        "other_users_waiting_while_harvesting_hours",
+        "harvested_gpu_hours_meanwhile",
+    )
+    assert picked(answers(url, "other_users_waiting"), *columns) == [(0.0833, 0.0833, 0.25)]
+
+
 # ---------------------------------------------------------------- who waited, what it cost, which nodes
 
 
