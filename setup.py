@@ -33,7 +33,7 @@ BASE = [
     "zstandard>=0.22",
 ]
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
-# scavenger/gateway/app.py. vLLM brings both.
+# scavenger/gateway/app.py and scavenger/web/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
 # scavenger/top.
 TOP = ["textual>=6.0"]
@@ -53,6 +53,7 @@ EXTRAS = {
     "lora": LORA,
     "gateway": GATEWAY,
     "top": TOP,
+    "web": GATEWAY,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
     # The client alone; the server, `mlflow`, is the site's.
@@ -81,6 +82,8 @@ EXTRAS = {
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",
+        "playwright>=1.50",  # drives Debian's Chromium; axe looks for what keeps somebody from using a page
+        "axe-playwright-python>=0.1.5",
         "psutil>=5.9",
         "pytest>=8",
         "pytest-cov>=6",

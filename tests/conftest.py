@@ -81,6 +81,7 @@ SERVICES: dict[str, Callable[[], str]] = {
     "matrix": lambda: lacks_root_on_debian() or lacks("mmdebstrap"),
     "faketime": lambda: "" if faketime() else "no libfaketime here",
     "containers": lambda: lacks("ch-run") if lacks("apptainer") else "",
+    "browser": lambda: lacks("chromium"),
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 

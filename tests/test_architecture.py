@@ -62,6 +62,7 @@ ORDER = (
     "doctor",
     "daemon",
     "top",
+    "web",
     "demo",
     "simulate",
     "cli",
@@ -248,6 +249,8 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
             ("scavenger/weights/rdma.py", "nixl"),
             ("scavenger/gateway/app.py", "starlette"),
             ("scavenger/gateway/app.py", "uvicorn"),
+            ("scavenger/web/app.py", "starlette"),
+            ("scavenger/web/app.py", "uvicorn"),
             ("scavenger/top/app.py", "textual"),
         )
     ]

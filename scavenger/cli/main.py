@@ -29,6 +29,7 @@ from scavenger.cli import (
     simulate,
     slurm_proxy,
     top,
+    web,
     weights,
 )
 from scavenger.cli import config as cli_config
@@ -57,6 +58,7 @@ app.command()(drain.drain)
 app.command()(gateway.gateway)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(top.top)
+app.command()(web.web)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -1,0 +1,403 @@
+"""The web server of `scavenger web`: who may read, which page a path names, and the news of the ledger.
+
+All viewers share one poller and one cache: a page is asked of the ledger once for each change, whoever reads it. The ledger is opened anew
+for each page, so a daemon may go, come back, or have its ledger replaced.
+
+Boundary: starlette and uvicorn are imported here and nowhere else in this folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import hmac
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import sqlalchemy as sa
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError
+from scavenger.ledger import store
+from scavenger.ledger.read.reader import reading
+from scavenger.printable import printable
+from scavenger.protocol import keys
+from scavenger.web import pages, questions, render
+
+HERE = Path(__file__).parent
+COOKIE = "scavenger_web"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+MOST_CACHED, MOST_VIEWERS = 64, 100
+#: Characters that a reader may search for.
+MOST_WANTED = 200
+_MOST_ID = 2**62
+
+
+def read_token(path: Path) -> str:
+    """The token in `path`, made where there is none. Raises `AuthError` where others can read it or it is no token."""
+    if not path.exists():
+        keys.write_private(path, secrets.token_urlsafe(32).encode())
+    if path.stat().st_mode & 0o077:
+        raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
+    token = path.read_text(encoding="ascii", errors="replace").strip()
+    if len(token) < 20:
+        raise AuthError(
+            f"{path} holds no token of 20 characters or more", f"remove {path}: a new one is made"
+        )
+    return token
+
+
+class Guard:
+    """Lets nobody in without the token, and gives every reply its headers. `token` None: the socket's file mode guards."""
+
+    def __init__(self, app: ASGIApp, token: str | None, prefix: str) -> None:
+        self._app, self._token, self._prefix = app, token, prefix
+        self._cookie = hmac.new((token or "").encode(), b"cookie", hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+
+        path = scope["path"]
+        if self._prefix and not path.startswith(f"{self._prefix}/"):  # the proxy took it away
+            path = self._prefix + ("/" if path == self._prefix else path)
+        scope = {**scope, "path": path, "root_path": self._prefix}
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", []).extend(
+                    (name.lower().encode(), value.encode()) for name, value in HEADERS.items()
+                )
+            await send(message)
+
+        request = Request(scope)
+        app = self._app
+        if self._token is not None:
+            given = request.query_params.get("token")
+            if given is not None and _same(given, self._token):
+                app = self._welcome(request)
+            elif not self._known(request):
+                app = PlainTextResponse("401: no token\n", 401, {"WWW-Authenticate": "Bearer"})
+        await app(scope, receive, with_headers)
+
+    def _known(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and _same(given, self._token or ""):
+            return True
+        return _same(request.cookies.get(COOKIE, ""), self._cookie)
+
+    def _welcome(self, request: Request) -> Response:
+        """The same page without the token in its address, and a cookie."""
+        rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+        # A path, not an address: two slashes at its start would name another host.
+        path = "/" + str(request.scope["path"]).lstrip("/\\")
+        reply = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
+        reply.set_cookie(COOKIE, self._cookie, httponly=True, samesite="strict", path=self._prefix or "/")
+        return reply
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+
+
+class Site:
+    """Pages of one ledger, each read at most once between two changes. May be used by several threads."""
+
+    def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url, self.interval_s, self._clock = url, interval_s, clock
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, tuple[float, pages.Page]] = OrderedDict()
+        self.contents = pages.Contents(url)
+        self.viewers = 0
+        self.changes = 0
+        self.changed = asyncio.Condition()
+        self.closing = False
+
+    def page(self, key: str, build: Callable[[sa.Connection], pages.Page]) -> pages.Page:
+        """Raises `LedgerError`."""
+        with self._lock:
+            if (held := self._cache.get(key)) is not None and self._clock() - held[0] < self.interval_s:
+                return held[1]
+            with self._connected() as connection:
+                built = build(connection)
+            self._cache[key] = (self._clock(), built)
+            self._cache.move_to_end(key)
+            while len(self._cache) > MOST_CACHED:
+                self._cache.popitem(last=False)
+            return built
+
+    def pulse(self) -> tuple[Any, ...] | None:
+        """Differs after each transaction of the writer; None where the ledger cannot be read."""
+        try:
+            with self._lock, self._connected() as connection:
+                return tuple(pages.ask(connection, questions.filled(questions.PULSE))[0].values())
+        except ScavengerError:
+            return None
+
+    async def poll(self) -> None:
+        """Tell the viewers of changes, and ask nothing while there are none. Does not return."""
+        last = None
+        while True:
+            if self.viewers:
+                now = await asyncio.to_thread(self.pulse)
+                if now != last:
+                    last = now
+                    await asyncio.to_thread(self._forget)
+                    async with self.changed:
+                        self.changes += 1
+                        self.changed.notify_all()
+            await asyncio.sleep(self.interval_s)
+
+    def changed_since(self, seen: int) -> bool:
+        return self.closing or self.changes != seen
+
+    async def close(self) -> None:
+        """Let every viewer's connection end."""
+        self.closing = True
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._cache.clear()
+
+    @contextmanager
+    def _connected(self) -> Iterator[sa.Connection]:
+        engine = store.open_readonly(self._url)
+        try:
+            with reading(engine) as connection:
+                store.require_head(connection)
+                yield connection
+        finally:
+            engine.dispose()
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    """A number of the query string; `default` for what is none."""
+    given = request.query_params.get(name, "")
+    return min(int(given), _MOST_ID) if given.isascii() and given.isdigit() and len(given) < 20 else default
+
+
+def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path: str = "") -> Starlette:
+    """The application. `root_path`: the prefix under which a proxy serves it, as "/scavenger"; the proxy may strip it or not."""
+    site = Site(url, interval_s)
+    prefix = root_path.rstrip("/")
+
+    def show(
+        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], pages.Page]
+    ) -> Callable[[Request], Response]:
+        def endpoint(request: Request) -> Response:
+            if any(value > _MOST_ID for value in request.path_params.values()):
+                return PlainTextResponse("404: there is no such page\n", 404)
+            code, shown = 200, pages.Page("", ())
+            try:
+                shown = site.page(key(request), lambda connection: build(request, connection))
+            except ScavengerError as error:
+                code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
+                said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
+                shown = pages.Page("Not shown", (pages.Panel("Why", empty=printable(said)[:2_000]),))
+            here = str(request.scope["path"]).removeprefix(prefix) or "/"
+            return HTMLResponse(render.served(shown, prefix, here), code)
+
+        return endpoint
+
+    def only(request: Request) -> str:
+        given = request.query_params.get("only", "all")
+        return given if given in pages.FILTERS else "all"
+
+    def step_key(q: Request) -> str:
+        return f"step {q.path_params} {only(q)} {_number(q, 'bin', -1)}"
+
+    def decisions_key(q: Request) -> str:
+        return f"decisions {_number(q, 'before', _MOST_ID)}"
+
+    async def live(request: Request) -> Response:
+        if site.viewers >= MOST_VIEWERS:
+            return PlainTextResponse("503: too many viewers\n", 503, {"Retry-After": "30"})
+        return StreamingResponse(
+            _news(site), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(site.poll())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def wanted(q: Request) -> str:
+        return q.query_params.get("q", "")[:MOST_WANTED]
+
+    def path_key(q: Request) -> str:
+        return str(q.scope["path"])
+
+    routes = [
+        Route("/", show(lambda q: "/", lambda q, c: pages.overview(c))),
+        Route("/runs/{run:int}", show(path_key, lambda q, c: pages.run(c, q.path_params["run"]))),
+        Route(
+            "/runs/{run:int}/steps/{step:int}",
+            show(
+                step_key,
+                lambda q, c: pages.step(
+                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                ),
+            ),
+        ),
+        Route(
+            "/runs/{run:int}/search",
+            show(
+                lambda q: f"search {q.path_params['run']} {wanted(q)}",
+                lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
+            ),
+        ),
+        Route(
+            "/groups/{group:int}",
+            show(path_key, lambda q, c: pages.group(c, site.contents, q.path_params["group"])),
+        ),
+        Route(
+            "/samples/{sample:int}",
+            show(path_key, lambda q, c: pages.sample(c, site.contents, q.path_params["sample"])),
+        ),
+        Route(
+            "/episodes/{episode:int}",
+            show(path_key, lambda q, c: pages.episode(c, site.contents, q.path_params["episode"])),
+        ),
+        Route("/harm", show(path_key, lambda q, c: pages.harm(c))),
+        Route(
+            "/decisions", show(decisions_key, lambda q, c: pages.decisions(c, _number(q, "before", _MOST_ID)))
+        ),
+        Route("/decisions/{id:int}", show(path_key, lambda q, c: pages.decision(c, q.path_params["id"]))),
+        Route("/live", live),
+        Mount("/static", StaticFiles(directory=HERE / "static")),
+    ]
+    # The guard stands outermost: what it refuses no route has seen.
+    app = Starlette(
+        routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, token=token, prefix=prefix)]
+    )
+    app.router.redirect_slashes = False
+    app.state.site = site
+    return app
+
+
+async def _news(site: Site) -> AsyncIterator[str]:
+    """Server-sent events: one for each change, and a comment every 20 s that keeps proxies from closing the connection."""
+    site.viewers += 1
+    seen = site.changes
+    try:
+        yield ": hello\n\n"
+        while True:
+            try:
+                async with asyncio.timeout(20), site.changed:
+                    await site.changed.wait_for(functools.partial(site.changed_since, seen))
+            except TimeoutError:
+                yield ": still here\n\n"
+                continue
+            if site.closing:
+                return
+            seen = site.changes
+            yield f"event: changed\ndata: {seen}\n\n"
+    finally:
+        site.viewers -= 1
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """A listening socket that only this user may connect to. Raises `ConfigError` where one serves already, or something else is there."""
+    if path.exists():
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} is there and no socket", "give another --socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink()
+            else:
+                raise ConfigError(f"{path} is served already", "give another --socket")
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.bind(str(path))
+        path.chmod(0o600)  # before listen: until then nobody can connect
+        made.listen(64)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"{path} cannot be listened on: {error.strerror or error}", "give another --socket"
+        ) from error
+    return made
+
+
+class _Server(uvicorn.Server):
+    """Ends the viewers' connections first, which would otherwise be open when it stops."""
+
+    def __init__(self, options: uvicorn.Config, site: Site) -> None:
+        super().__init__(options)
+        self._site = site
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._site.close()
+        await super().shutdown(sockets)
+
+
+def serve(
+    url: str, *, port: int, unix: Path | None, token_file: Path, interval_s: float, root_path: str
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises `ConfigError`, `AuthError`.
+
+    `unix`: listen there, with no token, in place of `port` of 127.0.0.1 (0: the system chooses).
+    """
+    if unix is not None:
+        token, listening = None, _unix_socket(unix)
+        print(f"serves {unix}", flush=True)
+    else:
+        token = read_token(token_file)
+        listening = socket.socket()
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(("127.0.0.1", port))
+            listening.listen(128)  # before it is said: who reads the address may open it at once
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"port {port} is not free: {error.strerror}", "give another --port") from error
+        where = f"http://127.0.0.1:{listening.getsockname()[1]}{root_path.rstrip('/')}/"
+        print(f"serves {where}; open it once as {where}?token=$(cat {token_file})", flush=True)
+    app = make_app(url, token, interval_s=interval_s, root_path=root_path)
+    # No access log: an address may hold the token.
+    options = uvicorn.Config(
+        app, access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=1
+    )
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
+            _Server(options, app.state.site).run(sockets=[listening])
+    finally:
+        listening.close()
+        if unix is not None:
+            unix.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""Where marks of a chart lie, in the units of an SVG view box. Pure; knows no HTML.
+
+Boundary: geometry without rows of a ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+WIDTH, HEIGHT = 1000.0, 150.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 10.0, 24.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    x: float
+    y: float
+    width: float
+    height: float
+    title: str
+    tone: int = 0
+    href: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """`raw` and `smooth`: polylines as "x,y x,y"; `marks`: x of vertical lines with their titles; `bars`: of a histogram or Gantt."""
+
+    label: str
+    height: float = HEIGHT
+    raw: str = ""
+    smooth: str = ""
+    dots: tuple[tuple[float, float], ...] = ()
+    marks: tuple[tuple[float, str], ...] = ()
+    bars: tuple[Bar, ...] = ()
+    labels: tuple[Label, ...] = ()
+    width: float = WIDTH
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+    base: float = HEIGHT - BOTTOM
+
+
+def number(value: object) -> str:
+    """Short, for a reader; "-" for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:.3e}"
+    return str(value)
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average, its start corrected as in Adam (Kingma and Ba 2015, section 3)."""
+    out, mean, rest = [], 0.0, 1.0
+    for value in values:
+        mean, rest = weight * mean + (1 - weight) * value, rest * weight
+        out.append(mean / (1 - rest))
+    return out
+
+
+def _scale(value: float, low: float, high: float, start: float, end: float) -> float:
+    share = (value - low) / (high - low) if high > low else 0.5
+    return round(start + (end - start) * min(1.0, max(0.0, share)), 1)
+
+
+def span(seconds: float) -> str:
+    """A length of time."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def series(
+    label: str,
+    points: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[float, str]],
+    begin: float,
+    end: float,
+) -> Chart:
+    """Values over time (Unix s) on an axis of [`begin`, `end`]; what is not finite is left out."""
+    kept = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
+    values = [value for _, value in kept]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    xs = [_scale(at, begin, end, LEFT, WIDTH - RIGHT) for at, _ in kept]
+
+    def ys(of: Sequence[float]) -> list[float]:
+        return [_scale(value, low, high, HEIGHT - BOTTOM, TOP) for value in of]
+
+    def line(of: Sequence[float]) -> str:
+        return " ".join(f"{x},{y}" for x, y in zip(xs, ys(of), strict=True))
+
+    return Chart(
+        label,
+        raw=line(values),
+        smooth=line(smoothed(values)),
+        dots=tuple(zip(xs, ys(values), strict=True)) if len(values) <= 60 else (),
+        marks=tuple(
+            (_scale(at, begin, end, LEFT, WIDTH - RIGHT), title) for at, title in marks if begin <= at <= end
+        ),
+        labels=(
+            Label(LEFT - 6, TOP + 8 if high > low else ys([high])[0] + 4, number(high), "end"),
+            *((Label(LEFT - 6, HEIGHT - BOTTOM, number(low), "end"),) if high > low else ()),
+            Label(LEFT, HEIGHT - 6, "0 s"),
+            Label(WIDTH - RIGHT, HEIGHT - 6, span(end - begin), "end"),
+        ),
+    )
+
+
+def bins(counts: Sequence[tuple[float, int]], most: int = 20) -> list[tuple[float, float, int]]:
+    """(low, high, samples) of equal bins over finite values; the last one includes the greatest value."""
+    kept = [(value, n) for value, n in counts if math.isfinite(value)]
+    if not kept:
+        return []
+    low, high = min(kept)[0], max(kept)[0]
+    width = (high - low) / most or 1.0
+    if not math.isfinite(width):
+        return []
+    edges = [low + width * i for i in range(most if high > low else 1)] + [math.nextafter(high, math.inf)]
+    if any(a >= b for a, b in itertools.pairwise(edges)):
+        edges = [low, math.nextafter(high, math.inf)]
+    return [(a, b, sum(n for value, n in kept if a <= value < b)) for a, b in itertools.pairwise(edges)]
+
+
+def histogram(label: str, found: Sequence[tuple[float, float, int]], hrefs: Sequence[str]) -> Chart:
+    """Bars of `bins`, each a link."""
+    top = max((n for *_, n in found), default=1) or 1
+    width = (WIDTH - LEFT - RIGHT) / max(1, len(found))
+    floor = HEIGHT - BOTTOM
+    bars = []
+    for i, ((low, high, n), href) in enumerate(zip(found, hrefs, strict=True)):
+        height = round((floor - TOP) * n / top, 1)
+        title = f"{number(low)} to {number(high)}: {n:,} samples"
+        bars.append(
+            Bar(round(LEFT + i * width + 1, 1), floor - height, round(width - 2, 1), height, title, 0, href)
+        )
+    ends = (number(found[0][0]), number(found[-1][1])) if found else ("", "")
+    return Chart(
+        label,
+        bars=tuple(bars),
+        labels=(
+            Label(LEFT - 6, TOP + 8, number(top), "end"),
+            Label(LEFT, HEIGHT - 6, ends[0]),
+            Label(WIDTH - RIGHT, HEIGHT - 6, ends[1], "end"),
+        ),
+    )
+
+
+def rows(label: str, spans: Sequence[tuple[str, float, float, str, int]]) -> Chart:
+    """A Gantt chart: (name, begin, end, title, tone) a row; times in seconds."""
+    begin = min((a for _, a, *_ in spans), default=0.0)
+    end = max((b for _, _, b, *_ in spans), default=1.0)
+    left, pitch = 190.0, 26.0
+    height = TOP + pitch * max(1, len(spans)) + BOTTOM
+    bars, labels = [], []
+    for i, (name, a, b, title, tone) in enumerate(spans):
+        y = TOP + i * pitch
+        x = _scale(a, begin, end, left, WIDTH - RIGHT) if end > begin else left
+        x2 = _scale(b, begin, end, left, WIDTH - RIGHT) if end > begin else WIDTH - RIGHT
+        bars.append(Bar(x, y + 3, round(max(2.0, x2 - x), 1), pitch - 8, title, tone % 6))
+        labels.append(Label(left - 8, y + 16, name[:28], "end"))
+    labels += [Label(left, height - 6, "0 s"), Label(WIDTH - RIGHT, height - 6, span(end - begin), "end")]
+    return Chart(label, height, bars=tuple(bars), labels=tuple(labels), left=left, base=height - BOTTOM)

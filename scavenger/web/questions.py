@@ -1,0 +1,124 @@
+"""What the pages ask the ledger, as SQL that SQLite and PostgreSQL share. Pure.
+
+Each panel shows its statement, and that text is what was executed: numbers are filled in as literals, so it runs unchanged in `sqlite3` and
+`psql`. Only numbers are ever filled in. Each has a limit, named here.
+"""
+
+from __future__ import annotations
+
+MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 200, 5_000
+MOST_SEARCHED = 2_000
+MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
+
+RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
+SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
+FROM v_runs ORDER BY CASE WHEN state = 'active' THEN 0 ELSE 1 END, run_id DESC LIMIT {most}"""
+
+RUN = """-- One run.
+SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, tokenizer, created_at, ended_at
+FROM v_runs WHERE run_id = {run_id}"""
+
+STEPS = """-- The newest train steps of a run that no later attempt went back before.
+SELECT step, attempt, version, metrics, committed_at
+FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
+
+MARKS = """-- Engines of a run that left, newest first: with how many samples, and what became of their tokens.
+SELECT left_at, node, job_id, kind, reason, CASE WHEN notice IS NULL THEN '' WHEN notice THEN 'notice' ELSE 'none' END AS notice,
+       samples, salvaged, regenerated
+FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL ORDER BY left_at DESC, worker_id LIMIT {most}"""
+
+STEP = """-- One train step, of each attempt that committed it, newest first.
+SELECT step, attempt, version, rewound_by, metrics, committed_at
+FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND step = {step} ORDER BY id DESC LIMIT {most}"""
+
+REWARDS = """-- How many samples of a step have which reward.
+SELECT s.reward, count(*) AS samples
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND s.reward IS NOT NULL
+GROUP BY s.reward ORDER BY s.reward LIMIT {most}"""
+
+#: `only`: 0 all, 1 moved, 2 masked, 3 cut off. `order`: 0 by number, 1 best first, 2 worst first. `low` <= reward < `high` if `ranged`.
+SAMPLES = """-- Samples of a train step.
+SELECT s.sample_id, s.group_id, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.regenerated, s.reward, s.advantage
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
+  AND ({only} = 0 OR ({only} = 1 AND s.moves > 0) OR ({only} = 2 AND s.state = 'masked') OR ({only} = 3 AND s.finish = 'length'))
+  AND ({ranged} = 0 OR (s.reward >= {low} AND s.reward < {high}))
+ORDER BY CASE WHEN {order} = 0 THEN 0.0 WHEN s.reward IS NULL THEN 1e300 WHEN {order} = 1 THEN -s.reward ELSE s.reward END, s.sample_id
+LIMIT {most}"""
+
+GROUP = """-- The samples of one group.
+SELECT s.sample_id, s.run_id, g.purpose, g.step, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.reward,
+       s.advantage, g.prompt_tokens, g.n
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id WHERE g.group_id = {group_id} ORDER BY s.sample_index LIMIT {most}"""
+
+SAMPLE = """-- One sample, its group, and its place in an episode if it is of a turn.
+SELECT s.sample_id, s.group_id, s.run_id, g.purpose, g.step, s.sample_index, g.n, s.state, s.reason, s.finish, g.prompt_tokens,
+       s.accepted_len, s.moves, s.regenerated, s.reward, s.advantage, COALESCE(t.episode_id, 0) AS episode_id
+FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
+WHERE s.sample_id = {sample_id}"""
+
+LEASES = """-- The engines that had one sample, in order: from which length to which, and why each lease ended.
+SELECT l.epoch, l.worker_id, COALESCE(w.kind, '') AS kind, COALESCE(w.node, '') AS node, COALESCE(w.job_id, 0) AS job_id, l.version,
+       l.start_len, CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END AS end_len, l.regenerated, l.reason,
+       l.granted_at, COALESCE(l.ended_at, n.unix_s) AS until_at
+FROM v_leases l JOIN v_samples s ON s.sample_id = l.sample_id CROSS JOIN v_now n
+LEFT JOIN v_workers w ON w.worker_id = l.worker_id
+WHERE l.sample_id = {sample_id} ORDER BY l.epoch LIMIT {most}"""
+
+ENDS = """-- What became of one sample: each end and reopening.
+SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
+
+EPISODE = """-- The turns of an episode and their samples, in order.
+SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, s.accepted_len, s.state, s.finish, s.moves, s.reward
+FROM v_turns t JOIN v_samples s ON s.group_id = t.group_id WHERE t.episode_id = {episode_id}
+ORDER BY t.number, s.sample_index LIMIT {most}"""
+
+NEWEST = """-- The newest samples of a run that have tokens.
+SELECT s.sample_id, s.group_id, g.purpose, g.step, s.state, s.finish, s.accepted_len, s.reward
+FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id WHERE s.run_id = {run_id} AND s.accepted_len > 0
+ORDER BY s.sample_id DESC LIMIT {most}"""
+
+GROUPS = """-- The groups of a train step, each before its samples.
+SELECT 'group' AS kind, g.group_id AS id, g.group_id, 0 AS place FROM v_groups g
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
+UNION ALL
+SELECT 'sample' AS kind, s.sample_id AS id, g.group_id, s.sample_id AS place FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
+ORDER BY group_id, place LIMIT {most}"""
+
+#: `samples`: whole numbers, joined by commas. Filled in by its only caller.
+CHUNKS = """-- The tokens of some samples.
+SELECT sample_id, tokens FROM chunks WHERE sample_id IN ({samples}) ORDER BY sample_id, start_len"""
+
+WAITS_BY_DAY = """-- Other users' waits that a poll saw while we held GPUs there, by day (UTC) of their beginning and partition.
+WITH waits AS (
+  SELECT w.partition, w.harvested_gpu_s,
+         (CAST(w.eligible_at AS bigint) - CASE WHEN CAST(w.eligible_at AS bigint) > w.eligible_at THEN 1 ELSE 0 END) / 86400 AS day,
+         CASE WHEN w.ended_at IS NULL THEN 1 ELSE 0 END AS open,
+         CASE WHEN COALESCE(w.started_at, w.ended_at, n.unix_s) > w.eligible_at
+              THEN COALESCE(w.started_at, w.ended_at, n.unix_s) - w.eligible_at ELSE 0 END AS waited_s
+  FROM v_other_users_waits w CROSS JOIN v_now n
+)
+SELECT d.day_utc, w.partition, count(*) AS waits, sum(w.open) AS still_waiting, round(CAST(avg(w.waited_s) AS numeric), 1) AS mean_s,
+       round(CAST(max(w.waited_s) AS numeric), 1) AS longest_s,
+       round(CAST(sum(w.harvested_gpu_s) / 3600 AS numeric), 4) AS harvested_gpu_hours_meanwhile
+FROM waits w JOIN v_days d ON d.day = w.day
+GROUP BY d.day_utc, w.partition ORDER BY d.day_utc DESC, w.partition"""
+
+DECISIONS = """-- Decisions before one, newest first.
+SELECT id, at, policy, action, subject, code, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
+
+DECISION = """-- One decision with what it was decided from.
+SELECT id, at, policy, action, subject, code, reason, inputs FROM v_decisions WHERE id = {id}"""
+
+PULSE = """-- Changes with every transaction of the ledger's writer.
+SELECT COALESCE(max(generation), 0) AS generation, COALESCE(sum(batch), 0) AS batches FROM v_generations"""
+
+
+def filled(sql: str, **numbers: float) -> str:
+    """The statement with its numbers as literals, ended by a semicolon. Raises `TypeError` for what is no number."""
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} is no number")
+    return sql.format(**{name: repr(value) for name, value in numbers.items()}) + ";"

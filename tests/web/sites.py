@@ -1,0 +1,44 @@
+"""A ledger with a tokenizer of its own, for the tests of what the web pages say of completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from scavenger import config
+from scavenger.ledger import records as r
+from tests.ledger.examples import an_episode
+from tests.top import sites
+
+
+def word(token: int) -> str:
+    return f"<w{token}>"
+
+
+def tokenizer(folder: Path, most: int = 40_000) -> Path:
+    """Writes one whose token 7 is `<w7>`."""
+    made = Tokenizer(WordLevel({word(i): i for i in range(most)}, unk_token=word(0)))
+    made.pre_tokenizer = Whitespace()
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def ledger(folder: Path, *, evil: bool = False) -> str:
+    """Its URL."""
+    records = sites.hostile() if evil else [*sites.records(), an_episode()]
+    path = str(tokenizer(folder))
+    named = [
+        [
+            msgspec.structs.replace(one, tokenizer=path)
+            if isinstance(one, r.RunCreated) and not evil
+            else one
+            for one in some
+        ]
+        for some in records
+    ]
+    return config.read_daemon(sites.site(folder, named)).ledger_url

@@ -1,0 +1,293 @@
+"""`scavenger web` by HTTP: who may read, that what others wrote is text, and what many viewers cost."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx2")
+
+from starlette.testclient import TestClient
+
+from scavenger.errors import AuthError, ConfigError
+from scavenger.web import app as web
+from scavenger.web import charts, pages
+from tests.top import sites
+from tests.web.sites import ledger
+
+TOKEN = "t" * 32
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+PATHS = (
+    "/",
+    "/runs/1",
+    "/runs/1/steps/1",
+    "/runs/1/steps/1?only=moved&bin=0",
+    "/groups/10",
+    "/runs/1/search?q=w",
+    "/samples/11",
+    "/harm",
+    "/decisions",
+    "/decisions/1",
+)
+#: What the HTML of a page may be changed by, beside what drives a terminal.
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7*7 }}</pre>" + sites.EVIL_STORED
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    return TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+
+
+class _Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_every_page_is_drawn_and_every_link_of_ours_leads_somewhere(client: TestClient) -> None:
+    todo, seen = ["/"], set[str]()
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        reply = client.get(path)
+        assert reply.status_code == 200, (path, reply.text)
+        for tag, attributes in _Tags(reply.text).tags:
+            href = attributes.get("href") or ""
+            if tag == "a" and href.startswith("/") and href not in seen and href not in todo:
+                todo.append(href)
+    for path in (
+        "/runs/1",
+        "/runs/1/steps/1",
+        "/groups/10",
+        "/samples/11",
+        "/harm",
+        "/decisions/1",
+        "/episodes/1",
+    ):
+        assert path in seen, path
+
+
+def test_a_viewer_without_the_token_gets_401_and_nothing_else(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN))
+    for path in (*PATHS, "/static/web.js", "/live", "/nowhere", "/?token=wrong", "/?token=%ff"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": f"{web.COOKIE}={TOKEN}"}):
+            reply = client.get(path, headers=headers)
+            assert (reply.status_code, reply.text) == (401, "401: no token\n"), path
+
+
+def test_the_token_in_an_address_becomes_a_cookie_and_leaves_the_address(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN, root_path="/sc"))
+    for path in (
+        "/sc/decisions?before=9&token=",
+        "/decisions?before=9&token=",
+    ):  # a proxy strips the prefix or not
+        client.cookies.clear()
+        reply = client.get(path + TOKEN, follow_redirects=False)
+        assert (reply.status_code, reply.headers["location"]) == (303, "/sc/decisions?before=9")
+        cookie = reply.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert "Path=/sc" in cookie
+        assert TOKEN not in cookie
+        assert client.get("/sc/decisions").status_code == 200
+    elsewhere = client.get(f"//elsewhere.example/x?token={TOKEN}", follow_redirects=False)
+    assert re.match(r"/[^/]", elsewhere.headers["location"])
+
+
+def test_behind_a_prefix_every_address_has_it(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN, root_path="/sc/"), headers=BEARER)
+    for path in PATHS:
+        for asked in (path, "/sc" + path):
+            reply = client.get(asked)
+            assert reply.status_code == 200, asked
+            for tag, attributes in _Tags(reply.text).tags:
+                for name in ("href", "src"):
+                    given = attributes.get(name)
+                    assert not given or given.startswith(("/sc/", "#")), (asked, tag, given)
+
+
+def test_hostile_text_is_text_on_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "EVIL_STORED", EVIL)
+    client = TestClient(web.make_app(ledger(tmp_path, evil=True), TOKEN), headers=BEARER)
+    known = {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "link",
+        "script",
+        "body",
+        "a",
+        "header",
+        "strong",
+        "nav",
+        "button",
+        "main",
+    }
+    known |= {
+        "p",
+        "h1",
+        "h2",
+        "h3",
+        "section",
+        "div",
+        "details",
+        "summary",
+        "pre",
+        "figure",
+        "figcaption",
+        "svg",
+        "line",
+    }
+    known |= {
+        "polyline",
+        "circle",
+        "rect",
+        "text",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "span",
+        "article",
+    }
+    known |= {"form", "label", "input"}
+    said = ""
+    for path in PATHS:
+        reply = client.get(path)
+        # What names the tokenizer's file is hostile too: it cannot be read, and nothing can be searched.
+        assert reply.status_code == (503 if "/search" in path else 200), path
+        tags = _Tags(reply.text).tags
+        assert {tag for tag, _ in tags} <= known, path
+        assert sum(tag == "script" for tag, _ in tags) == 1, path
+        assert not [
+            name for _, attributes in tags for name in attributes if name.startswith("on") or name == "style"
+        ]
+        assert not set(reply.text) & set("\x1b\x07\r\u202e\u2066"), "no control character"
+        assert len(reply.text) < 400_000, path
+        assert reply.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+        said += reply.text
+    assert "&lt;script&gt;alert(1)" in said
+    assert "{{ 7*7 }}" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/runs/99", 404),
+        ("/samples/99", 404),
+        ("/groups/99", 404),
+        ("/decisions/99", 404),
+        ("/episodes/99", 404),
+        ("/runs/99/steps/1", 404),
+        (f"/runs/{10**30}", 404),
+        ("/runs/x", 404),
+        ("/nowhere", 404),
+        ("/static/../app.py", 404),
+        (f"/decisions?before={'9' * 100}", 200),
+        ("/decisions?before=x", 200),
+        ("/runs/1/steps/1?only=x&bin=99", 200),
+    ],
+)
+def test_what_is_not_there_is_said(client: TestClient, path: str, code: int) -> None:
+    assert client.get(path).status_code == code
+
+
+def test_a_ledger_that_is_away_is_said_and_returns(tmp_path: Path) -> None:
+    url = ledger(tmp_path)
+    client = TestClient(web.make_app(url, TOKEN, interval_s=0.0), headers=BEARER)
+    file = tmp_path / "state" / "ledger.sqlite3"
+    file.rename(tmp_path / "away")
+    reply = client.get("/")
+    assert reply.status_code == 503
+    assert "there is no ledger at" in reply.text
+    (tmp_path / "away").rename(file)
+    assert client.get("/").status_code == 200
+
+
+def test_twenty_viewers_cost_one_set_of_queries(tmp_path: Path) -> None:
+    now = [0.0]
+    site = web.Site(ledger(tmp_path), 5.0, lambda: now[0])
+    asked: list[None] = []
+
+    def build(connection: object) -> pages.Page:
+        asked.append(None)
+        return pages.Page("", ())
+
+    viewers = [threading.Thread(target=site.page, args=("/", build)) for _ in range(20)]
+    for viewer in viewers:
+        viewer.start()
+    for viewer in viewers:
+        viewer.join()
+    assert len(asked) == 1
+    now[0] = 5.0
+    site.page("/", build)
+    assert len(asked) == 2, "what is old is asked again"
+
+
+def test_viewers_are_told_of_a_change_and_one_poller_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = web.Site(ledger(tmp_path), 0.01)
+    pulses = iter(range(1_000_000))
+    monkeypatch.setattr(site, "pulse", lambda: (next(pulses) // 3,))
+
+    async def play() -> list[str]:
+        poller = asyncio.create_task(site.poll())
+        viewers = [web._news(site) for _ in range(20)]
+        heard = [await anext(viewer) for viewer in viewers]
+        async with asyncio.timeout(60):
+            heard += [await anext(viewer) for viewer in viewers]
+        assert site.viewers == 20
+        for viewer in viewers:
+            await viewer.aclose()  # type: ignore[attr-defined]
+        assert site.viewers == 0
+        poller.cancel()
+        return heard
+
+    heard = asyncio.run(play())
+    assert heard[:20] == [": hello\n\n"] * 20
+    assert all(one.startswith("event: changed\n") for one in heard[20:])
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "web.token"
+    made = web.read_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert web.read_token(path) == made
+    path.chmod(0o640)
+    with pytest.raises(AuthError, match="read by others"):
+        web.read_token(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(AuthError, match="20 characters"):
+        web.read_token(path)
+
+
+def test_the_socket_is_this_users_only(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with web._unix_socket(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(ConfigError, match="served already"):
+            web._unix_socket(path)
+    web._unix_socket(path).close()  # what a killed one left is taken over
+
+
+def test_bins_hold_each_reward_once() -> None:
+    counts = [(-1.0, 3), (0.0, 2), (0.1, 1), (1.0, 4), (float("nan"), 9)]
+    assert sum(n for *_, n in charts.bins(counts)) == 10
+    assert charts.bins([(0.5, 7)])[0][2] == 7
+    assert charts.bins([]) == []
+    assert sum(n for *_, n in charts.bins([(1.0, 1), (1.0 + 2**-52, 1)])) == 2

@@ -1,0 +1,136 @@
+"""The web pages in a real Chromium: each is drawn without a complaint, light and dark, and axe finds nothing that shuts somebody out."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("playwright")
+
+import uvicorn
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from scavenger.web import app as web
+from scavenger.web import export
+from tests.web.sites import ledger
+from tests.web.test_app import PATHS, TOKEN
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # Root in a container has no user namespaces: Chromium's own sandbox cannot be had there.
+        opened = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    url = ledger(tmp_path_factory.mktemp("site"))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        app = web.make_app(url, TOKEN)
+        options = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+        server = web._Server(options, app.state.site)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def opened(context: BrowserContext, complaints: list[str]) -> Page:
+    page = context.new_page()
+    page.on("console", lambda message: complaints.append(f"{page.url}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(f"{page.url}: {error}"))
+    return page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_drawn_without_a_complaint_and_shuts_nobody_out(
+    browser: Browser, served: str, scheme: str
+) -> None:
+    complaints: list[str] = []
+    context = browser.new_context(color_scheme="dark" if scheme == "dark" else "light")
+    page = opened(context, complaints)
+    page.goto(f"{served}/?token={TOKEN}")
+    assert TOKEN not in page.url
+    for path in PATHS:
+        page.goto(served + path)
+        expect(page.locator("h1")).to_be_visible()
+        found = Axe().run(page)
+        assert found.violations_count == 0, (path, scheme, found.generate_report())
+        assert page.evaluate("document.body.scrollWidth <= innerWidth"), f"{path} is wider than the window"
+    context.close()
+    assert complaints == []
+
+
+def test_a_reader_goes_from_a_run_to_a_token_by_keyboard(browser: Browser, served: str) -> None:
+    complaints: list[str] = []
+    context = browser.new_context()
+    page = opened(context, complaints)
+    page.goto(f"{served}/?token={TOKEN}")
+    for name, heading in (("sorting", "Run sorting"), ("1", "Step 1"), ("11", "Sample 11")):
+        page.get_by_role("link", name=name, exact=True).first.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("h1")).to_have_text(heading)
+    expect(page.locator(".p3").first).to_have_attribute("title", "0.00409")
+    page.go_back()
+    page.go_back()
+    page.get_by_label("Text").fill("w11003")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("Search")
+    expect(page.get_by_role("link", name="11", exact=True)).to_be_visible()
+    context.close()
+    assert complaints == []
+
+
+def test_the_sql_of_a_panel_is_copied(browser: Browser, served: str) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(f"{served}/?token={TOKEN}")
+    page.locator("summary").first.click()
+    page.get_by_role("button", name="Copy").first.click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("details pre").first.inner_text()
+    context.close()
+
+
+def test_a_viewer_without_the_token_sees_nothing(browser: Browser, served: str) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    reply = page.goto(served)
+    assert reply is not None
+    assert reply.status == 401
+    assert page.inner_text("body").strip() == "401: no token"
+    context.close()
+
+
+def test_the_file_shows_one_page_at_a_time_from_the_disk(browser: Browser, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    export.write(ledger(tmp_path), "sorting", out)
+    complaints: list[str] = []
+    context = browser.new_context()
+    page = opened(context, complaints)
+    page.goto(out.as_uri())
+    assert page.locator("main:visible h1").all_inner_texts() == ["Run sorting"]
+    page.get_by_role("link", name="1", exact=True).first.click()
+    assert page.locator("main:visible h1").all_inner_texts() == ["Step 1"]
+    page.locator("main:visible").get_by_role("link", name="11", exact=True).first.click()
+    assert page.locator("main:visible h1").all_inner_texts() == ["Sample 11"]
+    assert Axe().run(page).violations_count == 0
+    context.close()
+    assert complaints == []

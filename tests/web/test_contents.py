@@ -1,0 +1,160 @@
+"""What the pages say of completions: text, how likely each token was, a search; and a run's pages as one file."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("httpx2")
+
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from scavenger.cli.main import app as commands
+from scavenger.errors import ConfigError, LedgerError
+from scavenger.ledger import store
+from scavenger.ledger.read import tokens
+from scavenger.ledger.read.reader import reading
+from scavenger.web import app as web
+from scavenger.web import export, pages, render
+from tests.top import sites as tops
+from tests.web.sites import ledger, word
+
+TOKEN = "t" * 32
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def test_a_token_s_mark_says_how_likely_it_was() -> None:
+    logprobs = [math.log(p) for p in (1.0, 0.5, 0.49, 0.1, 0.05, 0.001)] + [-math.inf, math.nan]
+    pieces = pages.probabilities(range(8), logprobs, lambda some: "".join(map(word, some)))
+    assert [text for text, *_ in pieces] == [word(i) for i in range(8)]
+    assert [level for _, level, _ in pieces] == [0, 0, 1, 1, 2, 3, 3, 0]
+    assert [said for *_, said in pieces][1:4] == ["0.5", "0.49", "0.1"]
+    assert pieces[-1][2] == "not known"
+
+
+def test_tokens_that_are_characters_only_together_are_one_piece() -> None:
+    whole = "a\u20acb".encode()  # the second character has three bytes
+    pieces = pages.probabilities(
+        list(whole), [-1.0, -2.0, -9.0, -2.0, -0.1], lambda some: bytes(some).decode(errors="replace")
+    )
+    assert [(text, level) for text, level, _ in pieces] == [("a", 1), ("\u20ac", 3), ("b", 0)]
+    cut = pages.probabilities(list(whole[:3]), [0.0] * 3, lambda some: bytes(some).decode(errors="replace"))
+    assert [text for text, *_ in cut] == ["a", "\ufffd"], "the last one is shown though it is no character"
+
+
+def test_a_sample_s_page_marks_its_tokens(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+    said = client.get("/samples/11").text
+    # Nine tokens of probability exp(-0.5), exp(-1.5), ...
+    assert re.findall(r'class="p(\d)" title="([\d.]+)">&lt;w(\d+)', said) == [
+        (str(level), f"{math.exp(-0.5 - i):.3g}", str(11_000 + i))
+        for i, level in enumerate((0, 1, 2, 2, 2, 3, 3, 3, 3))
+    ]
+
+
+def test_a_search_finds_the_newest_completions_that_have_the_text_whatever_its_case(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+    hit = client.get("/runs/1/search", params={"q": "W11003>"}).text
+    assert set(re.findall(r'href="/samples/(\d+)"', hit)) == {"11"}
+    assert "&lt;w11003&gt;" in hit
+    every = client.get("/runs/1/search", params={"q": "<w"}).text
+    assert {"11", "12"} < set(re.findall(r'href="/samples/(\d+)"', every))
+    none = client.get("/runs/1/search", params={"q": "<script>no such"}).text
+    assert not re.findall(r'href="/samples/', none)
+    assert 'value="&lt;script&gt;no such"' in none
+    assert client.get("/runs/99/search?q=w").status_code == 404
+
+
+def test_a_search_without_the_tokenizer_says_so(tmp_path: Path) -> None:
+    url = ledger(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    client = TestClient(web.make_app(url, TOKEN), headers=BEARER)
+    reply = client.get("/runs/1/search?q=w")
+    assert reply.status_code == 503
+    assert "tokenizer" in reply.text
+    shown = client.get("/samples/11")
+    assert shown.status_code == 200
+    assert "(no tokenizer: ids) 11000 11001" in shown.text
+
+
+def test_a_tokenizer_is_read_once_and_again_where_its_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = pages.Contents(ledger(tmp_path))
+    loads: list[str] = []
+    real = tokens.load_tokenizer
+    monkeypatch.setattr(tokens, "load_tokenizer", lambda path: (loads.append(path), real(path))[1])
+    path = str(tmp_path / "tokenizer.json")
+    for _ in range(3):
+        contents.read(11, path)
+    assert len(loads) == 1
+    Path(path).touch()
+    contents.read(11, path)
+    assert len(loads) == 2
+
+
+def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
+    url, out = ledger(tmp_path), tmp_path / "run.html"
+    shown = export.write(url, "sorting", out)
+    assert out.stat().st_mode & 0o777 == 0o600
+    text = out.read_text(encoding="utf-8")
+    ids = set(re.findall(r'<main id="([^"]+)"', text))
+    assert (
+        ids
+        == set(shown)
+        >= {"/", "/harm", "/decisions", "/runs/1", "/runs/1/steps/1", "/groups/10", "/samples/11"}
+    )
+    links = re.findall(r'href="([^"]+)"', text)
+    assert links
+    assert {link.removeprefix("#") for link in links} <= ids
+    assert "<script" not in text
+    assert "http" not in re.sub(r"http-equiv", "", text), "it loads nothing"
+    assert "&lt;w11003&gt;" in text
+    with pytest.raises(ConfigError, match="is there already"):
+        export.write(url, "sorting", out)
+    with pytest.raises(LedgerError, match="no run 'other'"):
+        export.write(url, "other", tmp_path / "b.html")
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
+    url = ledger(tmp_path)
+    engine, contents = store.open_readonly(url), pages.Contents(url)
+    try:
+        with reading(engine) as connection:
+            some = export.collected(connection, contents, "sorting", 0)
+            more = export.collected(connection, contents, "sorting", 1_500)
+            every = export.collected(connection, contents, "sorting", export.MOST_CHARS)
+    finally:
+        engine.dispose()
+    assert not [path for path in some if path.startswith(("/groups", "/samples"))]
+    assert len(some) < len(more) < len(every)
+    assert "/runs/1/steps/1" in some
+
+
+def test_hostile_text_is_text_in_the_file_too(tmp_path: Path) -> None:
+    url = ledger(tmp_path, evil=True)
+    shown = export.write(url, tops.EVIL_STORED, tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert len(shown) > 4
+    assert not set(text) & set("\x1b\x07\r\u202e\u2066")
+    assert len(text) < 2_000_000
+
+
+def test_the_command_writes_a_file(tmp_path: Path) -> None:
+    ledger(tmp_path)
+    given = ["web", "--config", str(tmp_path / "scavenger.toml"), "--export", str(tmp_path / "run.html")]
+    refused = CliRunner().invoke(commands, given)
+    assert isinstance(refused.exception, ConfigError)
+    done = CliRunner().invoke(commands, [*given, "--run", "sorting"])
+    assert done.exit_code == 0, done.output
+    assert "pages" in done.output
+
+
+def test_one_file_without_pages_is_a_page_too() -> None:
+    assert "</html>" in "".join(render.one_file({}, "<b>"))
