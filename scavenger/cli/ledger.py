@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Read, check and keep the ledger.")
 @app.command("report")
 def report_command(
     name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
-    fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format")] = "table",
+    fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format", help="of the rows")] = "table",
     limit: Annotated[
         int | None,
         typer.Option("--limit", min=1, help="how many of the newest rows, of a report that has no end"),
@@ -120,7 +120,7 @@ def export_command(
         str | None, typer.Option("--run", help="the newest run of this name; without it, everything")
     ] = None,
     contents: Annotated[bool, typer.Option("--contents", help="with tokens, logprobs and prompts")] = False,
-    fmt: Annotated[Literal["jsonl", "csv"], typer.Option("--format")] = "jsonl",
+    fmt: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="of each file")] = "jsonl",
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
     """Write the accounting as one file a table."""

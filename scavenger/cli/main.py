@@ -83,7 +83,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder for the results")] = Path("demo-out"),
     backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="of the data's order, the samples and the preemptions")
+    ] = 0,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step"),

@@ -81,7 +81,7 @@ def run_command(
     lengths_source: Annotated[
         str, typer.Option("--lengths-source", help="with --lengths: rows of this source (a column)")
     ] = "",
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="tokens of a prompt")] = 512,
     reserved_price: Annotated[float, number("--reserved-price", "dollars a reserved GPU-hour", 0.01)] = 10.47,
     harvested_price: Annotated[float, number("--harvested-price", "dollars a harvested GPU-hour", 0)] = 2.66,
     html: Annotated[
