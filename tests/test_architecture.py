@@ -190,8 +190,13 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports(path: Path) -> Iterator[Import]:
+@functools.cache
+def imports(path: Path) -> tuple[Import, ...]:
     """Every import in the file, wherever it stands; relative ones resolved; `importlib.import_module("x")` included."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[Import]:
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(tree(path)):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
@@ -381,7 +386,12 @@ def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared
 
 def file_of(found: Import) -> Path | None:
     """The file of ours that an import loads: `a.b.c` is module `a.b.c`, or the name `c` in module `a.b`."""
-    parts = found.name.split(".")
+    return _file_of(found.name)
+
+
+@functools.cache
+def _file_of(name: str) -> Path | None:
+    parts = name.split(".")
     for length in (len(parts), len(parts) - 1):
         stem = ROOT.joinpath(*parts[:length])
         for candidate in (stem.with_suffix(".py"), stem / "__init__.py"):
