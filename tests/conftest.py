@@ -97,18 +97,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs come first: they mostly wait, and are to have begun before what mostly computes is over."""
-    order = {"runs": 0, "last": 2}
-    items.sort(
-        key=lambda item: (order.get(_lane(item.nodeid), 1), item.get_closest_marker("matrix") is not None)
-    )
+    """Whole runs come first: they mostly wait, and are to have begun before what mostly computes is over. One release of the matrix is
+    the last of them; the other begins when about as much is left for the other process as it takes.
+    """
+
+    def place(item: pytest.Item) -> int:
+        lane = _lane(item.nodeid)
+        if lane in ("runs", "release"):
+            return ("runs", "release").index(lane) * 2
+        return 1 if lane < "tests/simulate" else 3
+
+    items.sort(key=lambda item: (place(item), item.get_closest_marker("matrix") is not None))
 
 
 def _lane(nodeid: str) -> str:
-    """Whole runs are one after another; all else is file by file. Of the two releases of the matrix one ends each of both lanes."""
+    """Whole runs are one after another; all else is file by file. The second release of the matrix is a lane of its own."""
     path, _, name = nodeid.partition("::")
     if path == "tests/system/test_matrix.py" and "26.05" in name:
-        return "last"
+        return "release"
     return "runs" if path.startswith("tests/system/") else path
 
 
