@@ -133,15 +133,15 @@ class Site:
     def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._url, self.interval_s, self._clock = url, interval_s, clock
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, tuple[float, pages.Page]] = OrderedDict()
-        self.contents = pages.Contents(url)
+        self._cache: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self.contents = pages.Contents()
         self.viewers = 0
         self.changes = 0
         self.changed = asyncio.Condition()
         self.closing = False
 
-    def page(self, key: str, build: Callable[[sa.Connection], pages.Page]) -> pages.Page:
-        """Raises `LedgerError`."""
+    def page(self, key: str, build: Callable[[sa.Connection], str]) -> str:
+        """The HTML of a page. Raises `LedgerError`."""
         with self._lock:
             if (held := self._cache.get(key)) is not None and self._clock() - held[0] < self.interval_s:
                 return held[1]
@@ -216,15 +216,17 @@ def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path:
         def endpoint(request: Request) -> Response:
             if any(value > _MOST_ID for value in request.path_params.values()):
                 return PlainTextResponse("404: there is no such page\n", 404)
-            code, shown = 200, pages.Page("", ())
+            here = str(request.scope["path"]).removeprefix(prefix) or "/"
             try:
-                shown = site.page(key(request), lambda connection: build(request, connection))
+                html = site.page(
+                    key(request), lambda connection: render.served(build(request, connection), prefix, here)
+                )
             except ScavengerError as error:
                 code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
                 said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
                 shown = pages.Page("Not shown", (pages.Panel("Why", empty=printable(said)[:2_000]),))
-            here = str(request.scope["path"]).removeprefix(prefix) or "/"
-            return HTMLResponse(render.served(shown, prefix, here), code)
+                return HTMLResponse(render.served(shown, prefix, here), code)
+            return HTMLResponse(html)
 
         return endpoint
 

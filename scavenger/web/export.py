@@ -30,7 +30,7 @@ def write(url: str, run: str, out: Path) -> dict[str, Page]:
     """
     if out.exists():
         raise ConfigError(f"{out} is there already", "remove it, or name another file")
-    engine, contents = store.open_readonly(url), pages.Contents(url)
+    engine, contents = store.open_readonly(url), pages.Contents()
     try:
         with reading(engine) as connection:
             store.require_head(connection)

@@ -20,9 +20,8 @@ import sqlalchemy as sa
 from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError, LedgerError, ScavengerError, describe
-from scavenger.ledger import queries, store
+from scavenger.ledger import queries
 from scavenger.ledger.read import tokens
-from scavenger.ledger.read.reader import reading
 from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_tokens
 from scavenger.web import charts, questions
@@ -290,7 +289,7 @@ def search(connection: sa.Connection, contents: Contents, run_id: int, wanted: s
     sql = filled(questions.NEWEST, run_id=run_id, most=questions.MOST_SEARCHED)
     newest = ask(connection, sql) if wanted else []
     tokenizer = _tokenizer(connection, run_id)
-    found, searched = contents.containing(wanted, [row["sample_id"] for row in newest], tokenizer)
+    found, searched = contents.containing(connection, wanted, [row["sample_id"] for row in newest], tokenizer)
     shown = [{**row, "text": found[row["sample_id"]]} for row in newest if row["sample_id"] in found]
     note = f"{len(shown):,} of the newest {searched:,} samples"
     table = _table(
@@ -409,14 +408,13 @@ def probabilities(
 class Contents:
     """Prompts and completions of a ledger as text; token ids where the run's tokenizer is gone. May be used by several threads."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokenizers: dict[tuple[str, int], Tokenizer] = {}
 
-    def read(self, sample_id: int, tokenizer: str) -> Read:
+    def read(self, connection: sa.Connection, sample_id: int, tokenizer: str) -> Read:
         try:
-            found = json.loads(tokens.show(self._url, sample_id, "json"))
+            found = json.loads(tokens.shown(connection, sample_id, "json"))
         except ScavengerError as error:
             return Read("", clean(f"({error.cause})", _MOST_TEXT))
         ids = {name: found[name][:_MOST_TEXT] for name in ("prompt", "tokens")}
@@ -434,7 +432,7 @@ class Contents:
         return Read(clean(prompt, _MOST_TEXT), clean(completion, _MOST_TEXT), pieces)
 
     def containing(
-        self, wanted: str, sample_ids: Sequence[int], tokenizer: str
+        self, connection: sa.Connection, wanted: str, sample_ids: Sequence[int], tokenizer: str
     ) -> tuple[dict[int, str], int]:
         """(sample: its text around `wanted`, whatever the case; how many samples were searched). Of at most a million tokens.
 
@@ -445,7 +443,7 @@ class Contents:
         for first in range(0, len(sample_ids), _MOST_NAMED):
             if read >= _MOST_SEARCHED:
                 break
-            some = self._completions(sample_ids[first : first + _MOST_NAMED])
+            some = _completions(connection, sample_ids[first : first + _MOST_NAMED])
             read += sum(map(len, some.values()))
             searched += len(some)
             texts = decode(list(some.values()), skip_special_tokens=False)
@@ -454,20 +452,6 @@ class Contents:
                 if at >= 0:
                     found[sample_id] = clean(text[max(0, at - 60) : at + len(wanted) + 60])
         return found, searched
-
-    def _completions(self, sample_ids: Sequence[int]) -> dict[int, list[int]]:
-        """Token ids of each of them, cut at the bound of a text."""
-        sql = questions.CHUNKS.format(samples=", ".join(str(int(one)) for one in sample_ids))
-        out: dict[int, list[int]] = {one: [] for one in sample_ids}
-        engine = store.open_readonly(self._url)
-        try:
-            with reading(engine) as connection:
-                for sample_id, packed in connection.exec_driver_sql(sql):
-                    if len(out[sample_id]) < _MOST_TEXT:
-                        out[sample_id] += unpack_tokens(bytes(packed))
-        finally:
-            engine.dispose()
-        return out
 
     def _loaded(self, path: str) -> Tokenizer:
         """The tokenizer, read again where its file changed. Raises `ConfigError` where it cannot be read."""
@@ -484,6 +468,16 @@ class Contents:
                 f"the run's tokenizer {clean(path)} cannot be read: {clean(describe(error))}",
                 "put it back: completions are kept as token ids",
             ) from error
+
+
+def _completions(connection: sa.Connection, sample_ids: Sequence[int]) -> dict[int, list[int]]:
+    """Token ids of each of them, cut at the bound of a text."""
+    sql = questions.CHUNKS.format(samples=", ".join(str(int(one)) for one in sample_ids))
+    out: dict[int, list[int]] = {one: [] for one in sample_ids}
+    for sample_id, packed in connection.exec_driver_sql(sql):
+        if len(out[sample_id]) < _MOST_TEXT:
+            out[sample_id] += unpack_tokens(bytes(packed))
+    return out
 
 
 def _tokenizer(connection: sa.Connection, run_id: int) -> str:
@@ -505,7 +499,7 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
     first = _one(connection, sql, f"group {group_id}")
     found = ask(connection, sql)
     tokenizer = _tokenizer(connection, first["run_id"])
-    read = [contents.read(row["sample_id"], tokenizer) for row in found]
+    read = [contents.read(connection, row["sample_id"], tokenizer) for row in found]
     said = tuple(
         Text(f"sample {row['sample_id']}", _sample_link(row), _facts(row), one.completion)
         for row, one in zip(found, read, strict=True)
@@ -543,7 +537,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
         for row in leases
     ]
     ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
-    read = contents.read(sample_id, _tokenizer(connection, found["run_id"]))
+    read = contents.read(connection, sample_id, _tokenizer(connection, found["run_id"]))
     likely = (Text("", "", "", "", read.pieces),) if read.pieces else ()
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
@@ -600,7 +594,7 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
             clean(
                 f"{row['prefix_len']:,} of {row['prompt_tokens']:,} prompt tokens are of the turn before; {row['state']}"
             ),
-            contents.read(row["sample_id"], tokenizer).completion,
+            contents.read(connection, row["sample_id"], tokenizer).completion,
         )
         for row in found
     )

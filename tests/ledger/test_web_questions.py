@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sqlalchemy as sa
 
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
@@ -12,13 +13,13 @@ from tests.ledger.examples import everything, written
 
 
 class _NoContents(pages.Contents):
-    def read(self, sample_id: int, tokenizer: str) -> pages.Read:
+    def read(self, connection: sa.Connection, sample_id: int, tokenizer: str) -> pages.Read:
         return pages.Read("", f"text of {sample_id}")
 
 
 def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url: str) -> None:
     written(url, everything())
-    engine, contents = store.open_readonly(url), _NoContents(url)
+    engine, contents = store.open_readonly(url), _NoContents()
     try:
         with reading(engine) as c:
             shown = {

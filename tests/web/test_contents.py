@@ -85,17 +85,22 @@ def test_a_search_without_the_tokenizer_says_so(tmp_path: Path) -> None:
 def test_a_tokenizer_is_read_once_and_again_where_its_file_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contents = pages.Contents(ledger(tmp_path))
+    url, contents = ledger(tmp_path), pages.Contents()
     loads: list[str] = []
     real = tokens.load_tokenizer
     monkeypatch.setattr(tokens, "load_tokenizer", lambda path: (loads.append(path), real(path))[1])
     path = str(tmp_path / "tokenizer.json")
-    for _ in range(3):
-        contents.read(11, path)
-    assert len(loads) == 1
-    Path(path).touch()
-    contents.read(11, path)
-    assert len(loads) == 2
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            for _ in range(3):
+                contents.read(connection, 11, path)
+            assert len(loads) == 1
+            Path(path).touch()
+            contents.read(connection, 11, path)
+            assert len(loads) == 2
+    finally:
+        engine.dispose()
 
 
 def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
 
 def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
     url = ledger(tmp_path)
-    engine, contents = store.open_readonly(url), pages.Contents(url)
+    engine, contents = store.open_readonly(url), pages.Contents()
     try:
         with reading(engine) as connection:
             some = export.collected(connection, contents, "sorting", 0)

@@ -32,7 +32,17 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
 
     Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
     """
-    sample, pieces, prompt = _read(url, sample_id)
+    engine = open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            return shown(connection, sample_id, format)
+    finally:
+        engine.dispose()
+
+
+def shown(connection: sa.Connection, sample_id: int, format: Format = "ids") -> str:
+    """As `show`, by a connection that is open."""
+    sample, pieces, prompt = _read(connection, sample_id)
     if sample["contents"] in ("dropped", "purged"):
         at = (
             f" at {utc(sample['purged_at'])}"
@@ -84,25 +94,18 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece], bytes]:
-    engine = open_readonly(url)
-    try:
-        with reading(engine) as connection:
-            statement = sa.text(queries.load("sample_tokens"))
-            records = [
-                dict(row) for row in connection.execute(statement, {"sample_id": sample_id}).mappings()
-            ]
-            if not records:
-                raise LedgerError(
-                    f"the ledger has no sample {sample_id}",
-                    "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
-                )
-            prompt = bytes(records[0]["prompt"])
-            if records[0]["purpose"] == "turn" and records[0]["contents"] != "purged":
-                group_id = records[0]["group_id"]
-                prompt = whole_prompts(connection, [group_id]).get(group_id, prompt)
-    finally:
-        engine.dispose()
+def _read(connection: sa.Connection, sample_id: int) -> tuple[dict[str, Any], list[Piece], bytes]:
+    statement = sa.text(queries.load("sample_tokens"))
+    records = [dict(row) for row in connection.execute(statement, {"sample_id": sample_id}).mappings()]
+    if not records:
+        raise LedgerError(
+            f"the ledger has no sample {sample_id}",
+            "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
+        )
+    prompt = bytes(records[0]["prompt"])
+    if records[0]["purpose"] == "turn" and records[0]["contents"] != "purged":
+        group_id = records[0]["group_id"]
+        prompt = whole_prompts(connection, [group_id]).get(group_id, prompt)
     chunks = [record for record in records if record["start_len"] is not None]  # null: it has none yet
     return (
         records[0],

@@ -1,0 +1,177 @@
+"""Seconds and bytes of each page of `scavenger web` on a ledger of 100,000 samples, and what 20 viewers cost.
+
+    python benchmarks/web.py [--samples 100000] [--repeats 5] [--viewers 20] [--follow-s 300]
+
+Goals: 1 s and 1 MB a page, 2 % of a core for the viewers.
+
+The ledger is `benchmarks/top.py`'s, over 100 steps, in SQLite; the run has a tokenizer. A page is asked of a real server by HTTP, each time
+anew: the server's cache is off (`interval_s` 0). Then `--viewers` viewers follow the run's page for `--follow-s` seconds, each as a
+browser does: a connection for news, and the page again at each change; the ledger changes once a second. The share is the CPU time of the
+server's process, which is not the daemon's, over that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Not this file's folder: a benchmark in it has the name of a package.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
+
+import httpx2  # noqa: E402  after the path, as all that follows
+import psutil  # type: ignore[import-untyped]  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+
+from benchmarks import top  # noqa: E402
+from scavenger.ledger import store  # noqa: E402
+
+GOAL_S, GOAL_BYTES, GOAL_SHARE = 1.0, 1_000_000, 0.02
+VOCABULARY = 1_000
+
+
+def ledger(folder: Path, samples: int) -> str:
+    """Its URL."""
+    top.ledger(folder, samples, stepped=True)
+    url = f"sqlite:///{folder / 'state' / 'ledger.sqlite3'}"
+    tokenizer = folder / "tokenizer.json"
+    Tokenizer(WordLevel({f"w{i} ": i for i in range(VOCABULARY)}, unk_token="w0 ")).save(str(tokenizer))
+    engine = store.open_engine(url)
+    try:
+        with engine.connect() as connection, connection.begin():
+            connection.exec_driver_sql(f"UPDATE runs SET tokenizer = '{tokenizer}'")
+    finally:
+        engine.dispose()
+    return url
+
+
+@contextmanager
+def served(folder: Path, interval_s: float) -> Iterator[tuple[httpx2.Client, int]]:
+    """A client that is let in, and the server's pid."""
+    code = "import sys; from pathlib import Path; from scavenger.web import app; app.serve(sys.argv[1], port=0, unix=None, "
+    code += "token_file=Path(sys.argv[2]), interval_s=float(sys.argv[3]), root_path='')"
+    url = f"sqlite:///{folder / 'state' / 'ledger.sqlite3'}"
+    argv = [sys.executable, "-c", code, url, str(folder / "web.token"), str(interval_s)]
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1].rstrip(";")
+        bearer = {"Authorization": f"Bearer {(folder / 'web.token').read_text().strip()}"}
+        with httpx2.Client(base_url=address, headers=bearer, timeout=60.0) as client:
+            yield client, process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def paths(samples: int) -> dict[str, str]:
+    last = top.STEPS - 1
+    return {
+        "runs": "/",
+        "a run": "/runs/1",
+        "a step": f"/runs/1/steps/{last}",
+        "a step, best first": f"/runs/1/steps/{last}?only=best",
+        "a group": f"/groups/{samples // 16}",
+        "a sample": f"/samples/{samples // 2}",
+        "a search": "/runs/1/search?q=w17",
+        "harm": "/harm",
+        "decisions": "/decisions",
+    }
+
+
+def viewer(client: httpx2.Client, failed: list[BaseException], over: threading.Event) -> None:
+    """Follows the run's page as a browser does, until the server ends."""
+    try:
+        with client.stream("GET", "/live") as news:
+            for line in news.iter_lines():
+                if line.startswith("data:"):
+                    client.get("/runs/1").raise_for_status()
+    except (httpx2.HTTPError, OSError) as error:
+        if not over.is_set():
+            failed.append(error)
+
+
+def follow(folder: Path, viewers: int, seconds: float) -> tuple[float, int]:
+    """(CPU seconds of the server over the time, changes of the ledger)."""
+    engine = store.open_engine(f"sqlite:///{folder / 'state' / 'ledger.sqlite3'}")
+    try:
+        with served(folder, 5.0) as (client, pid):
+            client.get("/runs/1").raise_for_status()
+            failed: list[BaseException] = []
+            over = threading.Event()
+            watching = [threading.Thread(target=viewer, args=(client, failed, over)) for _ in range(viewers)]
+            for one in watching:
+                one.start()
+            process = psutil.Process(pid)
+            before, changes, due = sum(process.cpu_times()[:2]), 0, time.monotonic()
+            end = due + seconds
+            while time.monotonic() < end:
+                with engine.connect() as connection, connection.begin():
+                    connection.exec_driver_sql("UPDATE generations SET batch = batch + 1")
+                changes, due = changes + 1, due + 1.0
+                time.sleep(max(0.0, due - time.monotonic()))  # the load is one change a second
+            share = (sum(process.cpu_times()[:2]) - before) / seconds
+            over.set()
+            process.terminate()
+            for one in watching:
+                one.join()
+            if failed:
+                raise SystemExit(f"a viewer was left: {failed[0]!r}")
+            return share, changes
+    finally:
+        engine.dispose()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--samples", type=int, default=100_000)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--viewers", type=int, default=20)
+    options.add_argument("--follow-s", type=float, default=300.0)
+    given = options.parse_args()
+    missed = False
+    with tempfile.TemporaryDirectory(prefix="scv-web-") as name:
+        folder = Path(name)
+        ledger(folder, given.samples)
+        with served(folder, 0.0) as (client, _):
+            client.get("/").raise_for_status()  # the first one imports and compiles
+            for what, path in paths(given.samples).items():
+                took, size = [], 0
+                for _ in range(given.repeats):
+                    began = time.monotonic()
+                    reply = client.get(path)
+                    took.append(time.monotonic() - began)
+                    reply.raise_for_status()
+                    size = len(reply.content)
+                met = statistics.median(took) <= GOAL_S and size <= GOAL_BYTES
+                missed = missed or not met
+                print(
+                    f"{given.samples:,} samples: {what:<20} {statistics.median(took):.3f} s ({min(took):.3f} to {max(took):.3f}), "
+                    f"{size:,} bytes  goal {GOAL_S:g} s, {GOAL_BYTES:,} bytes: {'met' if met else 'MISSED'}",
+                    flush=True,
+                )
+        if given.viewers:
+            share, changes = follow(folder, given.viewers, given.follow_s)
+            met = share <= GOAL_SHARE
+            missed = missed or not met
+            print(
+                f"{given.viewers} viewers for {given.follow_s:g} s, {changes} changes: {share:.2%} of a core  goal {GOAL_SHARE:.0%}: "
+                f"{'met' if met else 'MISSED'}"
+            )
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
