@@ -35,6 +35,8 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py and scavenger/web/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
+# scavenger/observe/otlp.py. vLLM brings both.
+OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]
 # scavenger/top.
 TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
@@ -54,6 +56,7 @@ EXTRAS = {
     "gateway": GATEWAY,
     "top": TOP,
     "web": GATEWAY,
+    "otel": OTEL,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
     # The client alone; the server, `mlflow`, is the site's.
@@ -79,6 +82,7 @@ EXTRAS = {
         *LORA,
         *GATEWAY,
         *TOP,
+        *OTEL,
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",

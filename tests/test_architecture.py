@@ -254,6 +254,7 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
             ("scavenger/weights/rdma.py", "nixl"),
             ("scavenger/gateway/app.py", "starlette"),
             ("scavenger/gateway/app.py", "uvicorn"),
+            ("scavenger/observe/otlp.py", "opentelemetry"),
             ("scavenger/web/app.py", "starlette"),
             ("scavenger/web/app.py", "uvicorn"),
             ("scavenger/top/app.py", "textual"),

@@ -26,6 +26,7 @@ from scavenger.cli import (
     init,
     join,
     ledger,
+    otel,
     simulate,
     slurm_proxy,
     top,
@@ -59,6 +60,7 @@ app.command()(gateway.gateway)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(top.top)
 app.command()(web.web)
+app.command()(otel.otel)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
