@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from scavenger.cli import main
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger.read.tokens import show
+from scavenger.ledger.read.tokens import MOST_BYTES, load_tokenizer, show
 from scavenger.ledger.store import open_engine
 from scavenger.protocol.messages import pack_logprobs, pack_tokens
 from tests.ledger.examples import T0, everything, group, moved_group, prologue, written
@@ -101,3 +102,18 @@ def test_the_command_prints_them(sqlite_url: str, tmp_path: Path) -> None:
     for fmt, said in (("ids", "0 1 2\n"), ("text", "the truth!\n")):
         done = CliRunner().invoke(main.app, ["ledger", "tokens", "21", "--format", fmt, *config])
         assert (done.exit_code, done.output) == (0, said)
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "/dev/zero", "x" * 5_000, "nul\0", "huge"])
+def test_a_tokenizer_that_is_no_file_of_its_size_is_refused_at_once(tmp_path: Path, what: str) -> None:
+    """A run's owner says the path; who reads the ledger must neither wait for it nor be filled by it."""
+    path = tmp_path / what if what in ("fifo", "folder", "huge") else Path(what)
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "huge":
+        with path.open("wb") as file:
+            file.truncate(MOST_BYTES + 1)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_tokenizer(str(path))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 
 Format = Literal["ids", "text", "json"]
+#: Of a tokenizer.json. The largest known have 35 MB.
+MOST_BYTES = 256 << 20
 
 
 def show(url: str, sample_id: int, format: Format = "ids") -> str:
@@ -85,11 +88,18 @@ _PLACE = (
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a run. Raises `ConfigError` when its file is gone."""
-    if not Path(path).exists():
+    """The tokenizer of a run. Raises `ConfigError` when its file is gone, or is none: its path is the run's owner's to say."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"the run's tokenizer {path!r} is not there any more",
             "put it back: completions are kept as token ids",
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+        raise ConfigError(
+            f"the run's tokenizer {path!r} is no file of at most {MOST_BYTES >> 20} MiB",
+            "its run named something else; completions are kept as token ids",
         )
     return Tokenizer.from_file(path)
 
