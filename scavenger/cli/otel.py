@@ -60,7 +60,7 @@ def otel(
 
 
 def _read(url: str, name: str, after: int, only: int | None) -> list[tuple[int, list[traces.Span]]]:
-    """(step, its spans), of at most 16 steps. Raises `LedgerError`."""
+    """(step, its spans) of the first step beyond `after`, if there is one. Raises `LedgerError`."""
     engine = store.open_readonly(url)
     try:
         with reading(engine) as connection:
@@ -70,7 +70,7 @@ def _read(url: str, name: str, after: int, only: int | None) -> list[tuple[int, 
                 return [(only, traces.read(connection, found, only))]
             return [
                 (one, traces.read(connection, found, one))
-                for one in traces.committed(connection, found, after)[:16]
+                for one in traces.committed(connection, found, after)[:1]
             ]
     finally:
         engine.dispose()

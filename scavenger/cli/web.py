@@ -39,6 +39,10 @@ def web(
         typer.Option(help="write the pages of --run to this HTML file, and serve nothing", dir_okay=False),
     ] = None,
     run: Annotated[str, typer.Option("--run", help="name of the run for --export")] = "",
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="with --socket: a name by which a proxy asks for it; repeatable"),
+    ] = None,
     interval: Annotated[
         float, number("--interval", "seconds between two looks for changes", least=1.0)
     ] = 5.0,
@@ -70,4 +74,5 @@ def web(
         token_file=token_file or found.daemon.state_dir / "web.token",
         interval_s=interval,
         root_path=root_path,
+        hosts=host or (),
     )

@@ -23,9 +23,10 @@ from scavenger.errors import LedgerError
 
 Row = Mapping[str, Any]
 Value = str | int | float | bool
-#: Samples of one step that are exported.
+#: Samples of one step that are exported (and four times as many leases), and metrics.
 MOST_SAMPLES = 50_000
 MOST_TEXT = 256
+MOST_METRICS = 500
 
 _RUN = """
 SELECT r.run_id, r.name, (SELECT g.timeline FROM v_generations g ORDER BY g.generation DESC LIMIT 1) AS timeline
@@ -45,7 +46,7 @@ SELECT l.sample_id, l.epoch, l.worker_id, l.version, l.start_len, l.end_len, l.r
        w.kind, w.node, w.job_id
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id
 LEFT JOIN v_workers w ON w.worker_id = l.worker_id
-WHERE g.run_id = :run_id AND g.purpose = 'train' AND g.step = :step ORDER BY l.sample_id, l.epoch"""
+WHERE g.run_id = :run_id AND g.purpose = 'train' AND g.step = :step ORDER BY l.sample_id, l.epoch LIMIT :most"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def read(connection: sa.Connection, run: TracedRun, step: int) -> list[Span]:
     if found is None:
         raise LedgerError(f"step {step} of run {run.name[:MOST_TEXT]!r} is not committed", "name one that is")
     samples = connection.execute(sa.text(_SAMPLES), {**which, "most": MOST_SAMPLES}).mappings().all()
-    leases = connection.execute(sa.text(_LEASES), which).mappings().all()
+    leases = connection.execute(sa.text(_LEASES), {**which, "most": 4 * MOST_SAMPLES}).mappings().all()
     return list(spans(run, dict(found), [dict(row) for row in samples], [dict(row) for row in leases]))
 
 
@@ -188,7 +189,7 @@ def _metrics(text: str) -> dict[str, float]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    items = found.items() if isinstance(found, dict) else ()
+    items = list(found.items())[:MOST_METRICS] if isinstance(found, dict) else []
     return {
         str(name): float(value)
         for name, value in items

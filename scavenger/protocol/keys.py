@@ -129,7 +129,8 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
         raise
 
 
-def _read_private(path: Path) -> bytes:
+def read_private(path: Path) -> bytes:
+    """The bytes of a secret's file. Raises `AuthError` where it is another user's, or others can read it."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -199,7 +200,7 @@ def write_keypair(path: Path, pair: KeyPair) -> None:
 def read_keypair(path: Path) -> KeyPair:
     """Read a key pair. Raises `AuthError` when it is missing, readable by others, or not a key."""
     try:
-        pair = msgspec.json.decode(_read_private(path), type=KeyPair)
+        pair = msgspec.json.decode(read_private(path), type=KeyPair)
     except msgspec.MsgspecError as error:
         raise AuthError(
             f"{path} is not a key file: {error}", "make a new one with `scavenger init`"
@@ -246,7 +247,7 @@ def note_site(public_dir: Path) -> None:
 def noted_site() -> str:
     """The public folder of the site that this user joined last, "" = none."""
     path = own_key_path().with_name("site")
-    return _read_private(path).decode("utf-8", "replace").strip() if path.exists() else ""
+    return read_private(path).decode("utf-8", "replace").strip() if path.exists() else ""
 
 
 def key_path_for(folder: Path) -> Path:
@@ -275,7 +276,7 @@ def _owner_path(state_dir: Path, name: str) -> Path:
 
 def _owner_keys(path: Path) -> list[OwnerKey]:
     """The keys of one owner, the newest first."""
-    lines = _read_private(path).decode("ascii", "replace").split("\n")
+    lines = read_private(path).decode("ascii", "replace").split("\n")
     try:
         found = [_owner_key(line) for line in lines if line.strip()]
     except (ValueError, IndexError):
@@ -410,7 +411,7 @@ def joined_uid(state_dir: Path, name: str) -> int | None:
     path = joined_dir(state_dir) / name
     if not path.exists():
         return None
-    text = _read_private(path).decode("ascii", "replace").strip()
+    text = read_private(path).decode("ascii", "replace").strip()
     if not text.isdigit():
         raise AuthError(f"{path} does not hold a uid", "remove it: the user joins again")
     return int(text)
@@ -470,7 +471,7 @@ def site_uid(state_dir: Path, server_public: str) -> str:
     path = state_dir / "keys" / "uid"
     if not path.exists():
         return blake3(server_public.encode()).hexdigest()[:8]
-    uid = _read_private(path).decode("ascii", "replace").strip()
+    uid = read_private(path).decode("ascii", "replace").strip()
     if len(uid) != 8 or not set(uid) <= set("0123456789abcdef"):
         raise AuthError(
             f"{path} does not hold eight hex digits",

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import hmac
+import math
+import re
+import resource
 import secrets
 import socket
 import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from urllib.parse import urlencode
 import sqlalchemy as sa
 import uvicorn
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -35,7 +38,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError
+from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError, describe
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.printable import printable
@@ -52,18 +55,20 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MOST_CACHED, MOST_VIEWERS = 64, 100
+#: A cookie's life, and how many there are at once: of older ones the token is asked again.
+SESSION_S, MOST_SESSIONS = 12 * 3600.0, 1_000
+#: Names of this host in an address.
+LOOPBACK = frozenset({"", "localhost", "127.0.0.1", "[::1]"})
 #: Characters that a reader may search for.
 MOST_WANTED = 200
 _MOST_ID = 2**62
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`, made where there is none. Raises `AuthError` where others can read it or it is no token."""
+    """The token in `path`, made where there is none. Raises `AuthError` where it is another user's, others can read it, or it is none."""
     if not path.exists():
         keys.write_private(path, secrets.token_urlsafe(32).encode())
-    if path.stat().st_mode & 0o077:
-        raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
-    token = path.read_text(encoding="ascii", errors="replace").strip()
+    token = keys.read_private(path).decode("ascii", "replace").strip()
     if len(token) < 20:
         raise AuthError(
             f"{path} holds no token of 20 characters or more", f"remove {path}: a new one is made"
@@ -74,9 +79,9 @@ def read_token(path: Path) -> str:
 class Guard:
     """Lets nobody in without the token, and gives every reply its headers. `token` None: the socket's file mode guards."""
 
-    def __init__(self, app: ASGIApp, token: str | None, prefix: str) -> None:
-        self._app, self._token, self._prefix = app, token, prefix
-        self._cookie = hmac.new((token or "").encode(), b"cookie", hashlib.sha256).hexdigest()
+    def __init__(self, app: ASGIApp, token: str | None, prefix: str, hosts: frozenset[str]) -> None:
+        self._app, self._token, self._prefix, self._hosts = app, token, prefix, hosts
+        self._sessions: OrderedDict[str, float] = OrderedDict()  # cookie: until when (monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -99,7 +104,11 @@ class Guard:
 
         request = Request(scope)
         app = self._app
-        if self._token is not None:
+        if self._token is None:
+            # A socket is this user's, but a browser may be led to it under another's name, whose pages could then read it.
+            if _host(request) not in self._hosts:
+                app = PlainTextResponse("421: not by this name: scavenger web --host NAME\n", 421)
+        else:
             given = request.query_params.get("token")
             if given is not None and _same(given, self._token):
                 app = self._welcome(request)
@@ -111,7 +120,8 @@ class Guard:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and _same(given, self._token or ""):
             return True
-        return _same(request.cookies.get(COOKIE, ""), self._cookie)
+        given = request.cookies.get(COOKIE, "")
+        return self._sessions.get(given, -math.inf) > time.monotonic()
 
     def _welcome(self, request: Request) -> Response:
         """The same page without the token in its address, and a cookie."""
@@ -119,8 +129,24 @@ class Guard:
         # A path, not an address: two slashes at its start would name another host.
         path = "/" + str(request.scope["path"]).lstrip("/\\")
         reply = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
-        reply.set_cookie(COOKIE, self._cookie, httponly=True, samesite="strict", path=self._prefix or "/")
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = time.monotonic() + SESSION_S
+        while len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+        reply.set_cookie(
+            COOKIE,
+            session,
+            max_age=int(SESSION_S),
+            httponly=True,
+            samesite="strict",
+            path=self._prefix or "/",
+        )
         return reply
+
+
+def _host(request: Request) -> str:
+    """The name by which it was asked for, without the port."""
+    return re.sub(r":[0-9]+$", "", request.headers.get("host", "").lower())
 
 
 def _same(given: str, expected: str) -> bool:
@@ -158,7 +184,7 @@ class Site:
         try:
             with self._lock, self._connected() as connection:
                 return tuple(pages.ask(connection, questions.filled(questions.PULSE))[0].values())
-        except ScavengerError:
+        except (ScavengerError, OSError):
             return None
 
     async def poll(self) -> None:
@@ -205,8 +231,28 @@ def _number(request: Request, name: str, default: int) -> int:
     return min(int(given), _MOST_ID) if given.isascii() and given.isdigit() and len(given) < 20 else default
 
 
-def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path: str = "") -> Starlette:
-    """The application. `root_path`: the prefix under which a proxy serves it, as "/scavenger"; the proxy may strip it or not."""
+class _IdConvertor(Convertor[int]):
+    """A whole number that a database holds: longer ones are no path of ours."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("id", _IdConvertor())
+
+
+def make_app(
+    url: str, token: str | None, *, interval_s: float = 5.0, root_path: str = "", hosts: Iterable[str] = ()
+) -> Starlette:
+    """The application. `root_path`: the prefix under which a proxy serves it, as "/scavenger"; the proxy may strip it or not.
+
+    `hosts`: names by which it may be asked for beside this host's own, where there is no token.
+    """
     site = Site(url, interval_s)
     prefix = root_path.rstrip("/")
 
@@ -214,13 +260,14 @@ def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path:
         key: Callable[[Request], str], build: Callable[[Request, sa.Connection], pages.Page]
     ) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
-            if any(value > _MOST_ID for value in request.path_params.values()):
-                return PlainTextResponse("404: there is no such page\n", 404)
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
             try:
                 html = site.page(
                     key(request), lambda connection: render.served(build(request, connection), prefix, here)
                 )
+            except OSError as error:
+                shown = pages.Page("Not shown", (pages.Panel("Why", empty=describe(error)[:2_000]),))
+                return HTMLResponse(render.served(shown, prefix, here), 503)
             except ScavengerError as error:
                 code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
                 said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
@@ -265,9 +312,9 @@ def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path:
 
     routes = [
         Route("/", show(lambda q: "/", lambda q, c: pages.overview(c))),
-        Route("/runs/{run:int}", show(path_key, lambda q, c: pages.run(c, q.path_params["run"]))),
+        Route("/runs/{run:id}", show(path_key, lambda q, c: pages.run(c, q.path_params["run"]))),
         Route(
-            "/runs/{run:int}/steps/{step:int}",
+            "/runs/{run:id}/steps/{step:id}",
             show(
                 step_key,
                 lambda q, c: pages.step(
@@ -276,35 +323,39 @@ def make_app(url: str, token: str | None, *, interval_s: float = 5.0, root_path:
             ),
         ),
         Route(
-            "/runs/{run:int}/search",
+            "/runs/{run:id}/search",
             show(
                 lambda q: f"search {q.path_params['run']} {wanted(q)}",
                 lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
             ),
         ),
         Route(
-            "/groups/{group:int}",
+            "/groups/{group:id}",
             show(path_key, lambda q, c: pages.group(c, site.contents, q.path_params["group"])),
         ),
         Route(
-            "/samples/{sample:int}",
+            "/samples/{sample:id}",
             show(path_key, lambda q, c: pages.sample(c, site.contents, q.path_params["sample"])),
         ),
         Route(
-            "/episodes/{episode:int}",
+            "/episodes/{episode:id}",
             show(path_key, lambda q, c: pages.episode(c, site.contents, q.path_params["episode"])),
         ),
         Route("/harm", show(path_key, lambda q, c: pages.harm(c))),
         Route(
             "/decisions", show(decisions_key, lambda q, c: pages.decisions(c, _number(q, "before", _MOST_ID)))
         ),
-        Route("/decisions/{id:int}", show(path_key, lambda q, c: pages.decision(c, q.path_params["id"]))),
+        Route("/decisions/{id:id}", show(path_key, lambda q, c: pages.decision(c, q.path_params["id"]))),
         Route("/live", live),
         Mount("/static", StaticFiles(directory=HERE / "static")),
     ]
     # The guard stands outermost: what it refuses no route has seen.
     app = Starlette(
-        routes=routes, lifespan=lifespan, middleware=[Middleware(Guard, token=token, prefix=prefix)]
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[
+            Middleware(Guard, token=token, prefix=prefix, hosts=LOOPBACK | frozenset(map(str.lower, hosts)))
+        ],
     )
     app.router.redirect_slashes = False
     app.state.site = site
@@ -341,7 +392,7 @@ def _unix_socket(path: Path) -> socket.socket:
             try:
                 probe.connect(str(path))
             except OSError:
-                path.unlink()
+                _remove(path)
             else:
                 raise ConfigError(f"{path} is served already", "give another --socket")
     made = socket.socket(socket.AF_UNIX)
@@ -357,6 +408,14 @@ def _unix_socket(path: Path) -> socket.socket:
     return made
 
 
+def _remove(path: Path) -> None:
+    """A socket that nobody serves. Raises `ConfigError` where it is another user's."""
+    try:
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be removed: {error.strerror}", "give another --socket") from error
+
+
 class _Server(uvicorn.Server):
     """Ends the viewers' connections first, which would otherwise be open when it stops."""
 
@@ -370,7 +429,14 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    url: str, *, port: int, unix: Path | None, token_file: Path, interval_s: float, root_path: str
+    url: str,
+    *,
+    port: int,
+    unix: Path | None,
+    token_file: Path,
+    interval_s: float,
+    root_path: str,
+    hosts: Iterable[str] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ConfigError`, `AuthError`.
 
@@ -378,6 +444,7 @@ def serve(
     """
     if unix is not None:
         token, listening = None, _unix_socket(unix)
+        ours = unix.lstat().st_ino
         print(f"serves {unix}", flush=True)
     else:
         token = read_token(token_file)
@@ -390,16 +457,24 @@ def serve(
             listening.close()
             raise ConfigError(f"port {port} is not free: {error.strerror}", "give another --port") from error
         where = f"http://127.0.0.1:{listening.getsockname()[1]}{root_path.rstrip('/')}/"
-        print(f"serves {where}; open it once as {where}?token=$(cat {token_file})", flush=True)
-    app = make_app(url, token, interval_s=interval_s, root_path=root_path)
-    # No access log: an address may hold the token.
+        print(f"serves {where}; open it once as {where}?token= and what {token_file} holds", flush=True)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections that say nothing take one each
+    app = make_app(url, token, interval_s=interval_s, root_path=root_path, hosts=hosts)
+    # No access log: an address may hold the token. h11 bounds what comes before a request's body.
     options = uvicorn.Config(
-        app, access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=1
+        app,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        http="h11",
+        ws="none",
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
             _Server(options, app.state.site).run(sockets=[listening])
     finally:
         listening.close()
-        if unix is not None:
+        if unix is not None and unix.exists() and unix.lstat().st_ino == ours:  # no successor's
             unix.unlink(missing_ok=True)

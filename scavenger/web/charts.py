@@ -129,9 +129,12 @@ def bins(counts: Sequence[tuple[float, int]], most: int = 20) -> list[tuple[floa
     width = (high - low) / most or 1.0
     if not math.isfinite(width):
         return []
-    edges = [low + width * i for i in range(most if high > low else 1)] + [math.nextafter(high, math.inf)]
+    last = math.nextafter(high, math.inf)
+    if not math.isfinite(last):
+        return []
+    edges = [low + width * i for i in range(most if high > low else 1)] + [last]
     if any(a >= b for a, b in itertools.pairwise(edges)):
-        edges = [low, math.nextafter(high, math.inf)]
+        edges = [low, last]
     return [(a, b, sum(n for value, n in kept if a <= value < b)) for a, b in itertools.pairwise(edges)]
 
 

@@ -5,8 +5,10 @@ Boundary: what is worth a file's bytes, which no other part decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import sqlalchemy as sa
 
@@ -17,6 +19,15 @@ from scavenger.protocol import keys
 from scavenger.web import pages, questions, render
 from scavenger.web.pages import Page, ask
 from scavenger.web.questions import filled
+
+T = TypeVar("T")
+
+
+class Reader(Protocol):
+    """Gives what is made with a connection of the ledger."""
+
+    def __call__(self, build: Callable[[sa.Connection], T], /) -> T: ...
+
 
 #: Characters of text and cells that a file has of groups and samples.
 MOST_CHARS = 8_000_000
@@ -30,40 +41,50 @@ def write(url: str, run: str, out: Path) -> dict[str, Page]:
     """
     if out.exists():
         raise ConfigError(f"{out} is there already", "remove it, or name another file")
-    engine, contents = store.open_readonly(url), pages.Contents()
+    engine = store.open_readonly(url)
+
+    def ask_for(build: Callable[[sa.Connection], T]) -> T:
+        """In a transaction of its own: the daemon's log cannot be written back during one."""
+        with reading(engine) as connection:
+            return build(connection)
+
     try:
         with reading(engine) as connection:
             store.require_head(connection)
-            shown = collected(connection, contents, run, MOST_CHARS)
+        shown = collected(ask_for, pages.Contents(), run, MOST_CHARS)
     finally:
         engine.dispose()
     keys.write_private(out, "".join(render.one_file(shown, f"run {pages.clean(run, 60)}")).encode())
     return shown
 
 
-def collected(connection: sa.Connection, contents: pages.Contents, run: str, most: int) -> dict[str, Page]:
+def collected(ask_for: Reader, contents: pages.Contents, run: str, most: int) -> dict[str, Page]:
     """Pages by their paths, the run's own first. Raises `LedgerError` where there is no run of this name."""
-    number = _newest(connection, run)
-    steps = ask(connection, filled(questions.STEPS, run_id=number, most=questions.MOST_STEPS))
+    number = ask_for(lambda c: _newest(c, run))
+    steps = ask_for(lambda c: ask(c, filled(questions.STEPS, run_id=number, most=questions.MOST_STEPS)))
     shown = {
-        f"/runs/{number}": pages.run(connection, number),
-        "/": pages.overview(connection),
-        "/harm": pages.harm(connection),
-        "/decisions": pages.decisions(connection),
+        f"/runs/{number}": ask_for(lambda c: pages.run(c, number)),
+        "/harm": ask_for(pages.harm),
+        "/decisions": ask_for(pages.decisions),
     }
-    for row in steps:
-        shown[f"/runs/{number}/steps/{row['step']}"] = pages.step(connection, number, row["step"])
+    numbers = [int(row["step"]) for row in steps]
+    for step in numbers:
+        shown[f"/runs/{number}/steps/{step}"] = ask_for(functools.partial(_step, number, step))
     left = most
-    for row in steps:
-        asked = filled(questions.GROUPS, run_id=number, step=row["step"], most=questions.MOST_SAMPLES)
-        for found in ask(connection, asked):
+    for step in numbers:
+        asked = filled(questions.GROUPS, run_id=number, step=step, most=questions.MOST_SAMPLES)
+        for found in ask_for(functools.partial(ask, sql=asked)):
             path, build = _page_of(found, contents)
-            made = build(connection)
+            made = ask_for(build)
             left -= _size(made)
             if left < 0:
                 return shown
             shown[path] = made
     return shown
+
+
+def _step(run: int, step: int, connection: sa.Connection) -> Page:
+    return pages.step(connection, run, step)
 
 
 def _page_of(found: pages.Row, contents: pages.Contents) -> tuple[str, Callable[[sa.Connection], Page]]:

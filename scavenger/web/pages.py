@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from tokenizers import Tokenizer
 
-from scavenger.errors import ConfigError, LedgerError, ScavengerError, describe
+from scavenger.errors import ConfigError, LedgerError, ScavengerError
 from scavenger.ledger import queries
 from scavenger.ledger.read import tokens
 from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_tokens
-from scavenger.web import charts, questions
+from scavenger.web import charts, questions, texts
 from scavenger.web.questions import filled
 
 Row = Mapping[str, Any]
@@ -36,15 +32,12 @@ FILTERS = {
     "best": (0, 1),
     "worst": (0, 2),
 }
-_MOST_CELL, _MOST_TEXT, _MOST_INPUTS = 160, 6_000, 40_000
+_MOST_CELL, _MOST_TEXT, _MOST_INPUTS = 160, texts.MOST_TEXT, 40_000
 _MOST_METRICS = 200
 #: Tokens whose probability is drawn, and tokens that a search decodes.
-_MOST_HEAT, _MOST_SEARCHED = 2_000, 1_000_000
-#: Least probability of each level of the marks: a token below the last is of level 3.
-_LEVELS = (0.5, 0.1, 0.01)
-_MOST_TOKENIZERS = 4
+_MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Samples named in one statement.
-_MOST_NAMED = 500
+_MOST_NAMED = 50
 #: Runs whose steps the overview draws.
 _DRAWN = 6
 
@@ -166,6 +159,11 @@ def _metrics(row: Row) -> dict[str, float]:
     return out
 
 
+def _steps(connection: sa.Connection, sql: str) -> list[Row]:
+    """Steps with their metrics as `numbers`, parsed once."""
+    return [{**row, "numbers": _metrics(row)} for row in ask(connection, sql)]
+
+
 def _one(connection: sa.Connection, sql: str, what: str) -> Row:
     found = ask(connection, sql)
     if not found:
@@ -209,7 +207,7 @@ def _series(
     name: str, steps: Sequence[Row], marks: Sequence[Row], begin: float, end: float, label: str = ""
 ) -> charts.Chart:
     points = [
-        (row["committed_at"], metrics[name]) for row in reversed(steps) if name in (metrics := _metrics(row))
+        (row["committed_at"], row["numbers"][name]) for row in reversed(steps) if name in row["numbers"]
     ]
     return charts.series(label or name, points, _marks(marks), begin, end)
 
@@ -223,7 +221,7 @@ def overview(connection: sa.Connection) -> Page:
     for run in runs[:_DRAWN]:
         asked = filled(questions.STEPS, run_id=run["run_id"], most=questions.MOST_STEPS)
         left = filled(questions.MARKS, run_id=run["run_id"], most=questions.MOST_MARKS)
-        drawn.append((run, asked, ask(connection, asked), left, ask(connection, left)))
+        drawn.append((run, asked, _steps(connection, asked), left, ask(connection, left)))
     times = [row["committed_at"] for _, _, steps, _, _ in drawn for row in steps]
     times += [run["created_at"] for run, _, steps, _, _ in drawn if steps]
     begin, end = (min(times), max(times)) if times else (0.0, 1.0)
@@ -250,8 +248,8 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     found = _one(connection, asked, f"run {run_id}")
     sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
     left = filled(questions.MARKS, run_id=run_id, most=questions.MOST_MARKS)
-    steps, marks = ask(connection, sql), ask(connection, left)
-    names = sorted({name for row in steps[:20] for name in _metrics(row)})
+    steps, marks = _steps(connection, sql), ask(connection, left)
+    names = sorted({name for row in steps[:20] for name in row["numbers"]})
     first = [name for name in ("reward", "seconds", "seconds_wait", "staleness_mean") if name in names]
     chosen = (first + [name for name in names if name not in first])[:12]
     begin = min((row["committed_at"] for row in steps), default=0.0)
@@ -260,8 +258,10 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     drawn = tuple(_series(name, steps, marks, begin, end, clean(name, 60)) for name in chosen)
     shown = [
         {
-            **{name: row[name] for name in ("step", "attempt", "version", "committed_at")},
-            **{name: _metrics(row).get(name) for name in chosen[:6]},
+            **{name: row["numbers"].get(name) for name in chosen[:6]},
+            **{
+                name: row[name] for name in ("step", "attempt", "version", "committed_at")
+            },  # a metric hides none
         }
         for row in steps[: questions.MOST_SAMPLES]
     ]
@@ -387,96 +387,71 @@ class Read(NamedTuple):
     pieces: tuple[tuple[str, int, str], ...] = ()
 
 
-def probabilities(
-    ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[list[int]], str]
-) -> tuple[tuple[str, int, str], ...]:
-    """(text, level, title) of a completion. Tokens that are characters only together are one piece, with the least likely one's level."""
-    pieces, held = [], list[tuple[int, float]]()
-    for at, one in enumerate(zip(ids, logprobs, strict=True), 1):
-        held.append(one)
-        text = decode([token for token, _ in held])
-        if text.endswith("\ufffd") and len(held) < 8 and at < len(ids):
-            continue
-        likely = [math.exp(min(0.0, logprob)) for _, logprob in held if not math.isnan(logprob)]
-        least = min(likely, default=1.0)
-        level = sum(least < bound for bound in _LEVELS)
-        pieces.append((printable(text), level, ", ".join(f"{value:.3g}" for value in likely) or "not known"))
-        held = []
-    return tuple(pieces)
-
-
 class Contents:
-    """Prompts and completions of a ledger as text; token ids where the run's tokenizer is gone. May be used by several threads."""
+    """Prompts and completions of a ledger as text; token ids where the run's tokenizer cannot be used."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tokenizers: dict[tuple[str, int], Tokenizer] = {}
-
-    def read(self, connection: sa.Connection, sample_id: int, tokenizer: str) -> Read:
+    def read(self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str) -> list[Read]:
+        """A text for each sample, and of a single one its pieces too."""
+        found = [_recorded(connection, one) for one in sample_ids]
+        asked = [one for one in found if not isinstance(one, Read)]
+        ids = [some[:_MOST_TEXT] for one in asked for some in (one["prompt"], one["tokens"])]
+        logprobs = (
+            [float(x) for x in asked[0]["logprobs"][:_MOST_HEAT]]
+            if len(sample_ids) == len(asked) == 1
+            else []
+        )
         try:
-            found = json.loads(tokens.shown(connection, sample_id, "json"))
-        except ScavengerError as error:
-            return Read("", clean(f"({error.cause})", _MOST_TEXT))
-        ids = {name: found[name][:_MOST_TEXT] for name in ("prompt", "tokens")}
-        try:
-            decode = self._loaded(tokenizer).decode
-            prompt, completion = (decode(ids[name], skip_special_tokens=False) for name in ids)
-            pieces = probabilities(
-                ids["tokens"][:_MOST_HEAT],
-                [float(x) for x in found["logprobs"][:_MOST_HEAT]],
-                lambda some: str(decode(some, skip_special_tokens=False)),
-            )
-        except Exception:  # noqa: BLE001 - the file is a run's own, and the library raises bare exceptions
-            prompt, completion = (f"(no tokenizer: ids) {' '.join(map(str, ids[name]))}" for name in ids)
-            pieces = ()
-        return Read(clean(prompt, _MOST_TEXT), clean(completion, _MOST_TEXT), pieces)
+            said, pieces = texts.read(tokenizer, ids, logprobs) if asked else ([], [])
+        except ConfigError as error:
+            said = [clean(f"({error.cause}; ids:) {' '.join(map(str, some))}", _MOST_TEXT) for some in ids]
+            pieces = []
+        pairs = iter(list(zip(said[::2], said[1::2], strict=True)))
+        read = []
+        for one in found:
+            if not isinstance(one, Read):
+                prompt, completion = next(pairs)
+                one = Read(clean(prompt, _MOST_TEXT), clean(completion, _MOST_TEXT), tuple(pieces))
+            read.append(one)
+        return read
 
     def containing(
         self, connection: sa.Connection, wanted: str, sample_ids: Sequence[int], tokenizer: str
     ) -> tuple[dict[int, str], int]:
         """(sample: its text around `wanted`, whatever the case; how many samples were searched). Of at most a million tokens.
 
-        Raises `LedgerError`, and `ConfigError` where the run's tokenizer is gone.
+        Raises `LedgerError`, and `ConfigError` where the run's tokenizer cannot be used.
         """
-        decode = self._loaded(tokenizer).decode_batch
-        found, searched, read = {}, 0, 0
+        known: dict[int, list[int]] = {}
         for first in range(0, len(sample_ids), _MOST_NAMED):
-            if read >= _MOST_SEARCHED:
+            left = _MOST_SEARCHED - sum(map(len, known.values()))
+            if left <= 0:
                 break
-            some = _completions(connection, sample_ids[first : first + _MOST_NAMED])
-            read += sum(map(len, some.values()))
-            searched += len(some)
-            texts = decode(list(some.values()), skip_special_tokens=False)
-            for sample_id, text in zip(some, texts, strict=True):
-                at = text.casefold().find(wanted.casefold())
-                if at >= 0:
-                    found[sample_id] = clean(text[max(0, at - 60) : at + len(wanted) + 60])
-        return found, searched
-
-    def _loaded(self, path: str) -> Tokenizer:
-        """The tokenizer, read again where its file changed. Raises `ConfigError` where it cannot be read."""
-        try:
-            named = (path, Path(path).stat().st_mtime_ns)
-            with self._lock:
-                if named not in self._tokenizers:
-                    while len(self._tokenizers) >= _MOST_TOKENIZERS:
-                        del self._tokenizers[next(iter(self._tokenizers))]
-                    self._tokenizers[named] = tokens.load_tokenizer(path)
-                return self._tokenizers[named]
-        except Exception as error:  # the file is a run's own, and the library raises bare exceptions
-            raise ConfigError(
-                f"the run's tokenizer {clean(path)} cannot be read: {clean(describe(error))}",
-                "put it back: completions are kept as token ids",
-            ) from error
+            known |= _completions(connection, sample_ids[first : first + _MOST_NAMED], left)
+        hits = texts.containing(tokenizer, list(known.values()), wanted) if known else {}
+        places = list(known)
+        return {places[place]: clean(text) for place, text in hits.items()}, len(known)
 
 
-def _completions(connection: sa.Connection, sample_ids: Sequence[int]) -> dict[int, list[int]]:
-    """Token ids of each of them, cut at the bound of a text."""
+def _recorded(connection: sa.Connection, sample_id: int) -> Any:
+    """Token ids and logprobs; a `Read` that says why not, where they cannot be read."""
+    try:
+        return json.loads(tokens.shown(connection, sample_id, "json"))
+    except ScavengerError as error:
+        return Read("", clean(f"({error.cause})", _MOST_TEXT))
+
+
+def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int) -> dict[int, list[int]]:
+    """Token ids of each of them in order, each cut at the bound of a text, until `most` in all."""
     sql = questions.CHUNKS.format(samples=", ".join(str(int(one)) for one in sample_ids))
-    out: dict[int, list[int]] = {one: [] for one in sample_ids}
-    for sample_id, packed in connection.exec_driver_sql(sql):
-        if len(out[sample_id]) < _MOST_TEXT:
-            out[sample_id] += unpack_tokens(bytes(packed))
+    packed: dict[int, bytes] = dict.fromkeys(sample_ids, b"")
+    for sample_id, some in connection.exec_driver_sql(sql):
+        packed[sample_id] += bytes(some)[: 4 * _MOST_TEXT - len(packed[sample_id])]
+    out: dict[int, list[int]] = {}
+    for sample_id, some in packed.items():
+        if most <= 0:
+            break
+        out[sample_id] = list(unpack_tokens(some))
+        most -= len(some) // 4
     return out
 
 
@@ -499,7 +474,7 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
     first = _one(connection, sql, f"group {group_id}")
     found = ask(connection, sql)
     tokenizer = _tokenizer(connection, first["run_id"])
-    read = [contents.read(connection, row["sample_id"], tokenizer) for row in found]
+    read = contents.read(connection, [row["sample_id"] for row in found], tokenizer)
     said = tuple(
         Text(f"sample {row['sample_id']}", _sample_link(row), _facts(row), one.completion)
         for row, one in zip(found, read, strict=True)
@@ -537,7 +512,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
         for row in leases
     ]
     ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
-    read = contents.read(connection, sample_id, _tokenizer(connection, found["run_id"]))
+    (read,) = contents.read(connection, [sample_id], _tokenizer(connection, found["run_id"]))
     likely = (Text("", "", "", "", read.pieces),) if read.pieces else ()
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
@@ -569,7 +544,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
             Panel(
                 "How likely each token was",
                 asked,
-                f"by the engine, as sampled: marked below {', '.join(map(str, _LEVELS))}; a mark's title is the probability; "
+                f"by the engine, as sampled: marked below {', '.join(map(str, texts.LEVELS))}; a mark's title is the probability; "
                 f"the first {_MOST_HEAT:,} tokens",
                 texts=likely,
                 empty="" if likely else "not known without the tokens and the run's tokenizer",
@@ -587,6 +562,7 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     found = ask(connection, sql)
     run_id = _one(connection, filled(questions.SAMPLE, sample_id=first["sample_id"]), "such sample")["run_id"]
     tokenizer = _tokenizer(connection, run_id)
+    read = contents.read(connection, [row["sample_id"] for row in found], tokenizer)
     said = tuple(
         Text(
             f"turn {row['number']}, sample {row['sample_id']}",
@@ -594,9 +570,9 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
             clean(
                 f"{row['prefix_len']:,} of {row['prompt_tokens']:,} prompt tokens are of the turn before; {row['state']}"
             ),
-            contents.read(connection, row["sample_id"], tokenizer).completion,
+            one.completion,
         )
-        for row in found
+        for row, one in zip(found, read, strict=True)
     )
     return Page(
         f"Episode {episode_id}",

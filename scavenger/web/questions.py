@@ -6,6 +6,8 @@ Each panel shows its statement, and that text is what was executed: numbers are 
 
 from __future__ import annotations
 
+import math
+
 MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 200, 5_000
 MOST_SEARCHED = 2_000
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
@@ -19,7 +21,7 @@ SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, tok
 FROM v_runs WHERE run_id = {run_id}"""
 
 STEPS = """-- The newest train steps of a run that no later attempt went back before.
-SELECT step, attempt, version, metrics, committed_at
+SELECT step, attempt, version, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics, committed_at
 FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
 
 MARKS = """-- Engines of a run that left, newest first: with how many samples, and what became of their tokens.
@@ -28,7 +30,8 @@ SELECT left_at, node, job_id, kind, reason, CASE WHEN notice IS NULL THEN '' WHE
 FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL ORDER BY left_at DESC, worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
-SELECT step, attempt, version, rewound_by, metrics, committed_at
+SELECT step, attempt, version, rewound_by, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics,
+       committed_at
 FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND step = {step} ORDER BY id DESC LIMIT {most}"""
 
 REWARDS = """-- How many samples of a step have which reward.
@@ -119,6 +122,6 @@ SELECT COALESCE(max(generation), 0) AS generation, COALESCE(sum(batch), 0) AS ba
 def filled(sql: str, **numbers: float) -> str:
     """The statement with its numbers as literals, ended by a semicolon. Raises `TypeError` for what is no number."""
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is no number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise TypeError(f"{name} is no finite number")
     return sql.format(**{name: repr(value) for name, value in numbers.items()}) + ";"

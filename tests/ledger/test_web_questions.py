@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import sqlalchemy as sa
 
@@ -13,8 +15,8 @@ from tests.ledger.examples import everything, written
 
 
 class _NoContents(pages.Contents):
-    def read(self, connection: sa.Connection, sample_id: int, tokenizer: str) -> pages.Read:
-        return pages.Read("", f"text of {sample_id}")
+    def read(self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str) -> list[pages.Read]:
+        return [pages.Read("", f"text of {one}") for one in sample_ids]
 
 
 def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url: str) -> None:
@@ -82,3 +84,5 @@ def test_each_filter_keeps_what_it_says(url: str, chosen: str) -> None:
 def test_only_numbers_are_filled_in() -> None:
     with pytest.raises(TypeError):
         filled(questions.RUN, run_id="1; DROP TABLE runs")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        filled(questions.RUN, run_id=float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,9 +29,9 @@ def tokenizer(folder: Path, most: int = 40_000) -> Path:
     return path
 
 
-def ledger(folder: Path, *, evil: bool = False) -> str:
+def ledger(folder: Path, *, evil: bool = False, more: Sequence[list[r.Record]] = ()) -> str:
     """Its URL."""
-    records = sites.hostile() if evil else [*sites.records(), an_episode()]
+    records = [*(sites.hostile() if evil else [*sites.records(), an_episode()]), *more]
     path = str(tokenizer(folder))
     named = [
         [

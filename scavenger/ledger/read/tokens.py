@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
-from pathlib import Path
 from typing import Any, Literal
 
 import sqlalchemy as sa
@@ -90,18 +90,25 @@ _PLACE = (
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a run. Raises `ConfigError` when its file is gone, or is none: its path is the run's owner's to say."""
     try:
-        found = Path(path).stat()
+        opened = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # of a pipe nobody waits for the other end
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the run's tokenizer {path!r} is not there any more",
+            f"the run's tokenizer {path!r} is not there any more, or cannot be read",
             "put it back: completions are kept as token ids",
         ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-        raise ConfigError(
-            f"the run's tokenizer {path!r} is no file of at most {MOST_BYTES >> 20} MiB",
-            "its run named something else; completions are kept as token ids",
-        )
-    return Tokenizer.from_file(path)
+    try:
+        found = os.fstat(opened)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            raise ConfigError(
+                f"the run's tokenizer {path!r} is no file of at most {MOST_BYTES >> 20} MiB",
+                "its run named something else; completions are kept as token ids",
+            )
+        with open(opened, "rb", closefd=False) as file:
+            return Tokenizer.from_buffer(file.read(MOST_BYTES))
+    finally:
+        os.close(opened)
 
 
 def _read(connection: sa.Connection, sample_id: int) -> tuple[dict[str, Any], list[Piece], bytes]:

@@ -54,7 +54,7 @@ class OpenRun(Message, frozen=True):
     seed: int
     config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_CHARS)]  # the run.toml as JSON, for the ledger
     engine: EngineSpec
-    tokenizer: str  # path of tokenizer.json, for `scavenger samples`
+    tokenizer: BoundedText  # path of tokenizer.json, for `scavenger samples`
     harvest: bool
     max_engines: Count
     gpus_per_engine: Positive

@@ -1,0 +1,132 @@
+"""Token ids to text, in a process of its own: a tokenizer's file is a run owner's, and may take for ever, all memory, or the process down.
+
+    parent: texts.read(path, samples)  --JSON-->  python -m scavenger.web.texts  --JSON-->  texts
+
+The child has bounds of memory and CPU time, and its texts are cut to length there. One child a page; the pages are cached.
+
+Boundary: the process that a foreign file may end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scavenger.errors import ConfigError
+from scavenger.ledger.read.tokens import load_tokenizer
+from scavenger.printable import printable
+
+#: Characters of one text; tokens whose probability is drawn, and characters of a piece.
+MOST_TEXT, MOST_PIECES, MOST_PIECE = 6_000, 2_000, 200
+#: Least probability of each level of the marks: a token below the last is of level 3.
+LEVELS = (0.5, 0.1, 0.01)
+CPU_S, WALL_S, MEMORY = 10, 20.0, 2 << 30
+_AROUND = 60
+
+Piece = tuple[str, int, str]
+
+
+def read(
+    tokenizer: str, texts: Sequence[Sequence[int]], logprobs: Sequence[float] = ()
+) -> tuple[list[str], list[Piece]]:
+    """(a text for each of `texts`, pieces of the last one with the level of its mark and the probability). All printable and cut.
+
+    `logprobs`: of the last one's first tokens. Raises `ConfigError` where the tokenizer cannot be used.
+    """
+    found = _asked({"tokenizer": tokenizer, "texts": texts, "logprobs": [_number(x) for x in logprobs]})
+    pieces = [(str(text), int(level), str(said)) for text, level, said in found["pieces"]]
+    return [str(text) for text in found["texts"]], pieces
+
+
+def containing(tokenizer: str, texts: Sequence[Sequence[int]], wanted: str) -> dict[int, str]:
+    """The text around `wanted`, whatever the case, of each of `texts` that has it, by its place. Raises `ConfigError` as `read`."""
+    found = _asked({"tokenizer": tokenizer, "texts": texts, "wanted": wanted})
+    return {int(place): str(text) for place, text in found["found"].items()}
+
+
+def probabilities(
+    ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[list[int]], str]
+) -> list[Piece]:
+    """(text, level, probability) of a completion. Tokens that are characters only together are one piece, with the least likely one's
+    level."""
+    pieces, held = [], list[tuple[int, float]]()
+    for at, one in enumerate(zip(ids, logprobs, strict=True), 1):
+        held.append(one)
+        text = decode([token for token, _ in held])
+        if text.endswith("\ufffd") and len(held) < 8 and at < len(ids):
+            continue
+        likely = [math.exp(min(0.0, logprob)) for _, logprob in held if not math.isnan(logprob)]
+        level = sum(min(likely, default=1.0) < bound for bound in LEVELS)
+        said = ", ".join(f"{value:.3g}" for value in likely) or "not known"
+        pieces.append((printable(text[:MOST_PIECE]), level, said))
+        held = []
+    return pieces
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _asked(request: dict[str, Any]) -> Any:
+    argv = [sys.executable, "-m", "scavenger.web.texts"]
+    try:
+        done = subprocess.run(
+            argv, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_S, check=False
+        )
+        reply = json.loads(done.stdout) if done.returncode == 0 else {}
+    except (subprocess.TimeoutExpired, ValueError):
+        reply = {}
+    if "error" in reply or not reply:
+        why = reply.get("error", f"it takes over {CPU_S} s or {MEMORY >> 30} GiB, or ends its process")
+        raise ConfigError(
+            f"the run's tokenizer {printable(request['tokenizer'])[:160]} cannot be used: {why}",
+            "put the run's tokenizer.json back: completions are kept as token ids",
+        )
+    return reply
+
+
+# ---------------------------------------------------------------- the child
+
+
+def _bounded() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _replied(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        tokenizer = load_tokenizer(request["tokenizer"])
+    except ConfigError as error:
+        return {"error": printable(error.cause)[:400]}
+    except Exception as error:  # noqa: BLE001 - the file is a run's own, and the library raises bare exceptions
+        return {"error": f"{type(error).__name__}: it is no tokenizer"}
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    texts = request["texts"]
+    if "wanted" in request:
+        pattern = re.compile(re.escape(request["wanted"]), re.IGNORECASE)
+        hits = {}
+        for place, ids in enumerate(texts):
+            text = decode(ids)
+            hit = pattern.search(text)
+            if hit is not None:
+                hits[place] = printable(text[max(0, hit.start() - _AROUND) : hit.end() + _AROUND][:MOST_TEXT])
+        return {"found": hits}
+    logprobs = [float(x) for x in request["logprobs"][:MOST_PIECES]]
+    pieces = probabilities(texts[-1][: len(logprobs)], logprobs, decode) if logprobs else []
+    return {"texts": [printable(decode(ids)[: MOST_TEXT + 1]) for ids in texts], "pieces": pieces}
+
+
+if __name__ == "__main__":
+    _bounded()
+    sys.stdout.write(json.dumps(_replied(json.load(sys.stdin))))
