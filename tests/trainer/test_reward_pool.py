@@ -44,6 +44,11 @@ FUNCTIONS += """
 import asyncio, sys
 from trainer.verifiers import whole_group
 inside = set()
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("nor can this be said")
+def vast(prompt, completion, meta):
+    return {"a": 1e308, "b": 1e308 if completion == "both" else 0.0}
 async def meets_async(prompt, completion, meta):
     inside.add(completion)
     while len(inside) < meta["of"]:
@@ -58,6 +63,10 @@ async def troubles(prompt, completion, meta):
         await asyncio.sleep(600)
     if completion == "raises":
         raise RuntimeError("no such judge")
+    if completion == "cancelled":
+        raise asyncio.CancelledError
+    if completion == "unspeakable":
+        raise Unspeakable
     if completion == "forks" and os.fork() == 0:
         return -1.0
     await asyncio.sleep(0.01)
@@ -176,6 +185,8 @@ def test_a_call_that_finds_its_process_gone_is_made_in_a_new_one() -> None:
         ("hangs", "no reward within 1 s"),
         ("dies", "the reward process ended"),
         ("raises", "RuntimeError: no such judge"),
+        ("cancelled", "it raised CancelledError"),
+        ("unspeakable", "it raised Unspeakable"),
     ],
 )
 def test_whatever_an_async_call_does_the_others_get_their_rewards(bad: str, why: str) -> None:
@@ -225,6 +236,28 @@ def test_a_dict_is_weighed_part_by_part() -> None:
         rewards.score("", "good", {})
     with pool("badly_named") as rewards, pytest.raises(RewardError, match="not 1 to 32 parts"):
         rewards.score("", "said", {})
+
+
+@pytest.mark.parametrize(("said", "weight"), [("both", 1.0), ("one", 10.0)])
+def test_a_sum_that_is_no_finite_number_fails_its_completion_alone(said: str, weight: float) -> None:
+    """Each part is finite; what they add up to is not. It would be a gradient that is no number."""
+    with (
+        pool("vast", weights={"a": weight, "b": 1.0}) as rewards,
+        pytest.raises(RewardError, match="weighted sum is no finite number"),
+    ):
+        rewards.score("", said, {})
+
+
+def test_a_process_that_cannot_be_started_fails_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("trainer.algorithms.rewards.subprocess.Popen", none_left)
+    with (
+        pytest.raises(RewardError, match="cannot be started: Resource temporarily unavailable"),
+        pool("length"),
+    ):
+        pass
 
 
 SEVERAL = [

@@ -84,7 +84,7 @@ def _compared(rewards: Tensor, usable: Tensor) -> tuple[Tensor, float, str]:
     return (
         kept,
         deviation,
-        f"zero variance: every reward is {float(kept[0]):g}" if deviation < MIN_STD else "",
+        f"zero variance: every reward is {float(kept[0]):g}" if not deviation >= MIN_STD else "",
     )
 
 
@@ -98,7 +98,7 @@ def _over_batch(values: Sequence[Tensor], usable: Sequence[Tensor], scale: bool)
     """Normalise over the batch. The values are sorted before they are summed, so that no order of groups shows in the last bit."""
     kept = torch.cat([value[mask] for value, mask in zip(values, usable, strict=True)]).sort().values
     deviation = float(kept.std(unbiased=True)) if len(kept) > 1 else 0.0
-    if deviation < MIN_STD:
+    if not deviation >= MIN_STD:
         why = f"zero variance over the batch of {len(kept)} usable sample(s)"
         return [Advantages(torch.zeros_like(value), False, why) for value in values]
     mean = kept.mean()

@@ -220,7 +220,18 @@ class RewardPool:
             except RewardTimeout as error:
                 late = error
                 parts |= lane.weigh({"": 0.0})
-        value = math.fsum(value * weight for value, weight in parts.values())
+        try:
+            value = math.fsum(value * weight for value, weight in parts.values())
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            said = ", ".join(
+                f"{name or 'reward'} {part:g} x {weight:g}" for name, (part, weight) in parts.items()
+            )
+            raise RewardError(
+                f"the rewards' weighted sum is no finite number: {said}",
+                'fix the function, or set reward.on_reward_error = "mask" to leave such samples out',
+            )
         return Reward(value, {name: value for name, (value, _) in sorted(parts.items()) if name}, late)
 
 

@@ -132,7 +132,7 @@ async def _serve(
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 reply = _scored(await function(*_arguments(ask, whole_group)), ask, whole_group)
-        except Exception as error:  # noqa: BLE001  as in `_score`
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  as in `_score`; nobody cancels but the function itself
             reply = _failed(error)
             if limit.expired():
                 reply = RewardReply(error=f"no reward within {timeout_s:g} s", late=True)
@@ -153,11 +153,18 @@ async def _serve(
         task.add_done_callback(calls.discard)
 
 
-def _failed(error: Exception) -> RewardReply:
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  the class is the function's, too
+        return ""
+
+
+def _failed(error: BaseException) -> RewardReply:
     found = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     traceback_lines = [(file, line) for file, line in found if file != __file__]
     where = f" ({traceback_lines[-1][0]}, line {traceback_lines[-1][1]})" if traceback_lines else ""
-    output = f"{error}{where}".encode(errors="backslashreplace").decode()
+    output = f"{_words(error)}{where}".encode(errors="backslashreplace").decode()
     exhausted = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in EXHAUSTED)
     return RewardReply(error=f"it raised {type(error).__name__}", output=output, exhausted=exhausted)
 

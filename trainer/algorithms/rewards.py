@@ -232,14 +232,20 @@ class RewardRunner:
                     raise RewardError("the trainer ended first")
                 self._calls, self._mark = 0, f"{MARK}={secrets.token_hex(16)}"
                 environ = os.environ | dict([self._mark.split("=")])
-                self._process = process = subprocess.Popen(
-                    argv,
-                    bufsize=0,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                    env=environ,
-                )
+                try:
+                    self._process = process = subprocess.Popen(
+                        argv,
+                        bufsize=0,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        start_new_session=True,
+                        env=environ,
+                    )
+                except OSError as error:  # no process, memory or descriptor is left at this moment
+                    raise RewardError(
+                        f"its process cannot be started: {error.strerror}",
+                        "see the limits of the training job's user",
+                    ) from error
             assert process.stdin is not None
             os.set_blocking(process.stdin.fileno(), False)
             try:
