@@ -57,7 +57,8 @@ def present(running: str, slots: str = "012") -> Present:
             Present(3, ("0",), ("0.newer",)),
             ReservedObservation(ReservedHolds(("0.newer",)), ending=("0.newer",)),
         ),
-        (fleet("01", order=ORDER - 1), present("01"), ReservedObservation(None)),  # an older word's answer
+        # An older word's answer, as of a daemon that is away: nothing is known, and whoever runs can be ended.
+        (fleet("01", order=ORDER - 1), present("01"), ReservedObservation(None, ending=named("01"))),
         (fleet("01"), None, ReservedObservation(None)),  # the launcher has not acted upon the last word
     ],
 )

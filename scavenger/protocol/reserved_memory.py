@@ -39,8 +39,14 @@ def observe(fleet: Fleet, order: int, processes: Processes | None, *, launched: 
 
     `launched`: there is a launcher. Engines that others started are known by the daemon alone, and cannot be ended here.
     """
-    if fleet.order != order or (launched and processes is None):
+    if launched and processes is None:
         return ReservedObservation(None)
+    if (
+        fleet.order != order
+    ):  # the daemon has not acted upon the last word, or is away: whoever has a process may hold memory
+        return ReservedObservation(
+            None, ending=tuple(sorted(processes.running)) if processes is not None else ()
+        )
     running, own = (
         (set(processes.running), set(processes.slots)) if processes is not None else (set[str](), set[str]())
     )

@@ -34,6 +34,7 @@ class StepSession:
         heeds_window: bool = True,
     ) -> None:
         self._heeds_window = heeds_window
+        self._memory_now: train_step.ReservedAsleep | train_step.ReservedHolds | None = None
         acknowledged = memory.event if memory is not None and plan.reserved and not reserved_awake else None
         self.state, self.first = train_step.begin(
             plan,
@@ -63,12 +64,26 @@ class StepSession:
         state = self.state
         if memory is None or memory.event is None or not state.plan.reserved or state.reserved_awake:
             return []
-        known = state.sleep_ack or train_step.ReservedHolds(state.holding)
-        return [memory.event] if memory.event != known else []
+        known = self._memory_now or state.sleep_ack or train_step.ReservedHolds(state.holding)
+        if memory.event == known:
+            return []
+        self._memory_now = memory.event
+        return [memory.event]
 
     def react(self, event: train_step.Event, now: float) -> tuple[train_step.Action, ...]:
-        """As `train_step.react`; a refused event changes nothing."""
-        self.state, actions = train_step.react(self.state, event, now)
+        """As `train_step.react`; a refused event changes nothing. What was seen last of the reserved engines' memory counts at once,
+        whatever waits before it: no round begins beside an engine that holds memory, and no deadline passes over an acknowledgement.
+        """
+        state, memory = self.state, self._memory_now
+        if memory is not None and not state.reserved_awake:
+            state = train_step.note_memory(state, memory, now)
+        if isinstance(event, train_step.ReservedAsleep | train_step.ReservedHolds):
+            # The newest counts, and after an order none of before it.
+            event = memory if memory is not None else train_step.StepTick()
+        self.state, actions = train_step.react(state, event, now)
+        ordered = any(isinstance(one, train_step.WakeReserved | train_step.SleepReserved) for one in actions)
+        if ordered or self.state.reserved_awake:
+            self._memory_now = None
         return actions
 
     @property

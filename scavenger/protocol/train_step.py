@@ -450,7 +450,7 @@ def _observe_fleet(state: StepState, event: FleetChanged, now: float) -> StepSta
     )
 
 
-def _observe_memory(state: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
+def note_memory(state: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
     """What reserved engines hold. While they are to be awake, that they sleep is an older order's acknowledgement."""
     if state.reserved_awake:
         return state
@@ -502,7 +502,7 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
         case WindowDecided(window, reason):
             state = replace(state, decided=window, window_reason=reason)
         case ReservedAsleep() | ReservedHolds():
-            state = _observe_memory(state, event, now)
+            state = note_memory(state, event, now)
         case Trained(groups):
             if groups > state.ready_groups:
                 raise ValueError(f"{event}: only {state.ready_groups} groups wait")
