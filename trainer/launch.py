@@ -411,9 +411,7 @@ def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, a
     """
     wanted = control.wanted()
     if wanted.number != acted:
-        for engine in engines:
-            if engine.name in wanted.end:
-                engine.end(wanted.reason)
+        reserved.end_all([engine for engine in engines if engine.name in wanted.end], wanted.reason)
     for engine in engines:
         engine.tend(time.monotonic(), may_start=wanted.awake, ending=wanted.ending)
     slots, running = (

@@ -7,6 +7,7 @@ mended from outside.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -179,9 +180,7 @@ class ReservedEngine:
 
     def end(self, reason: str) -> None:
         """End its process, and say why; returns when that is gone."""
-        if self.process is not None:
-            print(f"launch: reserved engine {self._number} is ended: {reason}", flush=True)
-            end([self.process])
+        end_all([self], reason)
 
     def tend(self, now: float, *, may_start: bool = True, ending: bool = False) -> None:
         """Start it when it is due and may be; look after it when it ended. `now`: monotonic seconds. `ending`: the run is over, and that
@@ -251,15 +250,35 @@ class ReservedEngine:
         self.process = None
 
 
+def end_all(engines: Sequence[ReservedEngine], reason: str) -> None:
+    """End these engines' processes at once, and say why; returns when they are gone."""
+    for engine in engines:
+        if engine.process is not None:
+            print(f"launch: reserved engine {engine.slot} is ended: {reason}", flush=True)
+    end([engine.process for engine in engines if engine.process is not None])
+
+
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """TERM to each one's whole session at once; KILL to those that are still there after `STOP_S`."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        living = [process for process in processes if process.poll() is None]
-        for process in living:
-            os.killpg(process.pid, number)
-        deadline = time.monotonic() + STOP_S
-        for process in living:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
+    """TERM to each one's whole session at once; after `STOP_S`, or when all have ended, KILL to what is left of them: of a leader that
+    went, a process that it started may hold the GPU yet. A leader is reaped last, so that its number names no other session meanwhile.
+    """
+    living = [process for process in processes if process.poll() is None]
+    for process in living:
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline and not all(map(_ended_unreaped, living)):
+        time.sleep(0.02)  # between two looks at a condition
+    for process in living:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + STOP_S
+    for process in living:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _ended_unreaped(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

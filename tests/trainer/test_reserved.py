@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -192,3 +194,49 @@ os._exit([0, 78, 70, 72][int(os.environ["SCAVENGER_RESTART_COUNT"])])
     assert "reserved engine 4 ended with status 70; again in 4 s" in out
     assert "reserved engine 4 cannot start: life 3; again in 8 s" in out
     assert err == "rollout: life 0\nrollout: life 1\nrollout: life 2\nrollout: life 3\n"
+
+
+def test_what_an_engine_started_goes_with_it_though_it_heeds_no_term(tmp_path: Path) -> None:
+    """Its leader ends at TERM; the process that it left holds the GPU."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    leader = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE);"
+        "p.stdout.readline(); print(p.pid, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", leader, child], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    with process.stdout as said:
+        left = int(said.readline())
+        reserved.end([process])
+    assert process.returncode == -signal.SIGTERM
+    deadline = time.monotonic() + 20
+    while _lives(left):
+        assert time.monotonic() < deadline, "it is still there"
+        time.sleep(0.02)  # between two looks at a condition
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_engines_that_heed_no_term_are_ended_together(capsys: pytest.CaptureFixture[str]) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    began = time.monotonic()
+    reserved.end(processes)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
+    assert time.monotonic() - began < 2 * reserved.STOP_S, "one after the other it would be three times this"
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.close()
