@@ -226,6 +226,11 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
             f"{path} was written with run.seed = {state.seed} in {state.dtype}, this run has {config.run.seed} in {dtype}",
             "choose another run.out_dir, or start over with --resume none",
         )
+    if state.run not in ("", config.run.name) and not chosen:
+        raise ConfigError(
+            f"{path} belongs to run {state.run!r}, and this is run {config.run.name!r}",
+            f"name another run.out_dir, or go on from that run's weights on purpose: --resume {path}",
+        )
     if state.data not in ("", data):
         what = f"the prompts or their order are not those of {path}: data.path, [data], the chat template or eval.prompts was changed"
         if not chosen:

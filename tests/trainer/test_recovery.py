@@ -137,6 +137,23 @@ def test_without_such_a_checkpoint_or_with_a_chosen_one_the_trainer_ends_and_say
         begin(checkpoints, monkeypatch, 5, resume=chosen)
 
 
+def test_another_run_s_checkpoint_is_gone_on_from_only_where_it_was_chosen(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--set run.name=...` alone leaves run.out_dir as it is."""
+    path = checkpoint.folder(checkpoints) / "step-00000006"
+    state = checkpoint.read_state(path)
+    own = config_of(checkpoints).run.name
+    (path / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, run=own)))
+    assert begin(checkpoints, monkeypatch, 6) == (6, ["step-00000006"])
+    (path / checkpoint.STATE_FILE).write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(state, run="first"))
+    )
+    with pytest.raises(ConfigError, match=r"belongs to run 'first'(.|\n)*another run.out_dir"):
+        begin(checkpoints, monkeypatch, 6)
+    assert begin(checkpoints, monkeypatch, 6, resume=str(path)) == (6, ["step-00000006"])
+
+
 def test_a_run_whose_problems_changed_goes_on_only_from_a_checkpoint_that_was_chosen(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

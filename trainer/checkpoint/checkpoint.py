@@ -41,7 +41,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
     adapters alone. `data`: digest of the prompts in their order, "" = written before that was noted. `job`: Slurm's id of the job that
     wrote it, 0 = none, or written before that was noted. `tokenizer`: digest of the tokenizer.json that the version, or its base, holds
-    beside the weights; "" = none.
+    beside the weights; "" = none. `run`: the run's name, "" = written before that was noted.
     """
 
     step: int
@@ -59,6 +59,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     data: str = ""
     job: int = 0
     tokenizer: str = ""
+    run: str = ""
 
 
 class Surplus(NamedTuple):

@@ -221,6 +221,7 @@ class Loop:
                 tokenizer=self._ranks.tokenizer,
                 data=self._prompts.digest,
                 job=self._job_id,
+                run=config.run.name,
             )
         )
 
