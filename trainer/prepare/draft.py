@@ -238,7 +238,7 @@ steps = {STEPS}
 out_dir = "out"                     # checkpoints and metrics.jsonl; relative to this file
 max_engines = 16                    # harvested engines at most; the daemon's own limit applies too
 gpus_per_engine = {chosen.engine_gpus}                 # of each harvested engine{_why_gpus(wish, chosen)}
-#harvest = false                    # the same run on the reserved GPUs alone, for a comparison (under another name)
+#harvest = false                    # the same run on the reserved GPUs alone, for a comparison (another name and out_dir)
 
 #[daemon]
 #embedded = true                    # for a site that runs no daemon: this run starts its own, see docs/admin.md
@@ -454,6 +454,8 @@ def train_sbatch(wish: RunOptions) -> str:
 #SBATCH --time={DAYS}-00:00:00
 # A job that Slurm ends starts again from the newest checkpoint, and so does a second sbatch.
 #SBATCH --requeue
+# So long before the time limit it writes a checkpoint, and goes back to the queue.
+#SBATCH --signal=B:USR1@180
 #SBATCH --open-mode=append
 # Relative to this folder, where your own reward module is looked for, too.
 #SBATCH --chdir="{wish.folder}"

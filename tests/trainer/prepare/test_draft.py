@@ -73,6 +73,8 @@ def test_what_was_assumed_is_told_once_with_where_to_change_it(
         f"{made.run.steps} steps of {size} completions, lr {made.optimizer.lr:g} ".replace("e-0", "e-")
         in told
     )
+    script = (tmp_path / "one" / "train.sbatch").read_text()
+    assert "\n#SBATCH --signal=B:USR1@180\n" in script, "else the time limit ends it without a checkpoint"
     (days,) = re.findall(
         r"^#SBATCH --time=(\d+)-00:00:00$", (tmp_path / "one" / "train.sbatch").read_text(), re.M
     )
