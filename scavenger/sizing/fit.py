@@ -146,6 +146,11 @@ def _wider(shape: ModelShape, job: TrainJob, key: str, context: int) -> str:
     return ""
 
 
+def asked_gib(shape: ModelShape, job: TrainJob) -> int:
+    """GiB to ask Slurm for on each node (`--mem`): what the training job's ranks and engines take there, and a twentieth."""
+    return int(phases.node_nbytes(shape, job) * 1.05 / (1 << 30)) + 1
+
+
 def host_problem(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[str, str]:
     """Cause and remedy where the training job's memory on a node (`node_gb`; 0 = not known) holds less than its ranks and engines take."""
     wanted = phases.node_nbytes(shape, job) / GB
@@ -159,7 +164,7 @@ def host_problem(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[str,
     )
     return (
         f"each training node needs {wanted:.0f} GB of host memory, and train.sbatch asks for {node_gb:.0f} GB",
-        f"ask for --mem={int(wanted * 1.05 * GB / (1 << 30)) + 1}G or more, or train on more nodes{rest}",
+        f"ask for --mem={asked_gib(shape, job)}G or more, or train on more nodes{rest}",
     )
 
 

@@ -12,9 +12,11 @@ import importlib.util
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from scavenger import resources
+from scavenger.config import read_run
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.sizing import engine as engine_sizes
 from trainer.arguments import add_layers
@@ -186,12 +188,12 @@ def write(options: argparse.Namespace) -> None:
         importlib.util.find_spec("math_verify") is not None,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (
-        ("run.toml", draft.run_toml(facts, data, wish)),
-        ("train.sbatch", draft.train_sbatch(wish)),
-    ):
-        (folder / name).write_text(text, encoding="utf-8")
-        print(f"wrote {folder / name}")
+    run, script = folder / "run.toml", folder / "train.sbatch"
+    run.write_text(draft.run_toml(facts, data, wish), encoding="utf-8")
+    if wish.gpus:
+        wish = replace(wish, memory_gib=check.asked_gib(read_run(run), facts, draft.train_sbatch(wish)))
+    script.write_text(draft.train_sbatch(wish), encoding="utf-8")
+    print(f"wrote {run}\nwrote {script}")
     print(
         f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; completions end with "
         f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "

@@ -376,7 +376,18 @@ def _memory(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     if cause:
         raise ConfigError(cause, remedy)
     held = f"; {_held(config, shape, job, longest)}" if vllm and shape.kv_heads else ""
-    return f"{_told(shape, job, gpus)}{held}"
+    look = (
+        ""
+        if gpus.node_gb
+        else f"; LOOK, train.sbatch has no --mem: --mem={fit.asked_gib(shape, job)}G, or Slurm's default counts"
+    )
+    return f"{_told(shape, job, gpus)}{held}{look}"
+
+
+def asked_gib(config: RunConfig, facts: ModelFacts, script: str) -> int:
+    """GiB of host memory that each node of a train.sbatch (its text) is to ask for, with samples as long as the context."""
+    shape = shape_of(facts)
+    return fit.asked_gib(shape, job_of(config, shape, gpus_of(script), config.model.context_length))
 
 
 def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: int) -> TrainJob:

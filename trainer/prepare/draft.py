@@ -35,6 +35,7 @@ BARE_ANSWER = re.compile(r"[\w.,+-]{1,64}")
 class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
     `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
+    `memory_gib`: of a node's host memory to ask for, 0 = not known.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RunOptions:
     longest: int
     gpu_source: str = ""
     math_verify: bool = True
+    memory_gib: int = 0
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -442,6 +444,12 @@ activation_checkpointing = {"true" if chosen.checkpointing else "false"}
 def train_sbatch(wish: RunOptions) -> str:
     """A job script that is submitted as it stands. The shipped one does the work; this one says where and how large."""
     gpus = f"#SBATCH --gpus-per-node={wish.gpus}\n" if wish.gpus else ""
+    memory = (
+        f"# Host memory of a node, as `scavenger init --check` counts it; fewer, larger reserved engines take less.\n"
+        f"#SBATCH --mem={wish.memory_gib}G\n"
+        if wish.memory_gib
+        else ""
+    )
     return f"""#!/usr/bin/env bash
 # The training job of {wish.name}:   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))} [trainer arguments]
 # Reserved GPUs: a partition that is not preempted.
@@ -450,7 +458,7 @@ def train_sbatch(wish: RunOptions) -> str:
 #SBATCH --nodes={wish.nodes}
 # One task (an MPI rank) a GPU.
 #SBATCH --ntasks={max(1, wish.gpus * wish.nodes)}
-{gpus}#SBATCH --cpus-per-task=4
+{gpus}{memory}#SBATCH --cpus-per-task=4
 #SBATCH --time={DAYS}-00:00:00
 # A job that Slurm ends starts again from the newest checkpoint, and so does a second sbatch.
 #SBATCH --requeue

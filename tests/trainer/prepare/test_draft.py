@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ import pytest
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
+from scavenger.sizing import fit, phases
+from scavenger.sizing.training import GB
 from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
 from trainer.prepare import __main__ as prepare
 from trainer.prepare import check, model, rows
 from trainer.prepare.check import RequestedGpus
+from trainer.prepare.draft import shape_of
 
 
 def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_model: Path, data: Path) -> None:
@@ -43,7 +47,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert "#stop_token_ids = [1]" in run.read_text()
     script = run.with_name("train.sbatch")
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    assert check.gpus_of(script.read_text()) == RequestedGpus(2, 2, 80.0)
+    assert replace(check.gpus_of(script.read_text()), node_gb=0.0) == RequestedGpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
     assert [finding.problem for finding in findings] == [""] * 14
     assert not any(finding.skipped for finding in findings)
@@ -272,6 +276,25 @@ def test_half_a_run_and_no_run_are_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert nothing.returncode == 2
     assert "holds no run.toml" in nothing.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_script_asks_for_the_memory_that_the_check_counts(
+    own_model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Without it Slurm's default counts, of which nothing is known here."""
+    folder = tmp_path / "run"
+    assert draft(folder, own_model, data, "--gpus=2", "--gpu-memory-gb=80") == 0
+    script = folder / "train.sbatch"
+    (gib,) = re.findall(r"^#SBATCH --mem=(\d+)G$", script.read_text(), re.M)
+    asked = check.gpus_of(script.read_text())
+    config, facts = read_run(folder / "run.toml"), model.read_facts(own_model)
+    job = check.job_of(config, shape_of(facts), asked, config.model.context_length)
+    assert fit.host_problem(shape_of(facts), job, asked.node_gb) == ("", "")
+    assert int(gib) == fit.asked_gib(shape_of(facts), job)
+    least = phases.node_nbytes(shape_of(facts), job) / GB
+    assert fit.host_problem(shape_of(facts), job, 0.99 * least)[0]
+    assert draft(tmp_path / "none", own_model, data, "--gpus=0") == 0
+    assert "--mem" not in (tmp_path / "none" / "train.sbatch").read_text()
 
 
 @pytest.mark.slurm
