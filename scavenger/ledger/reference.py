@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -106,7 +107,7 @@ ROWS: Mapping[str, str] = {
     "v_episode_turns": "one sample of a turn, with tokens and seconds; of an open sample the later seconds are null",
     "v_sample_tokens": "one sample with its tokens decoded; PostgreSQL only",
 }
-_KINDS: tuple[tuple[type[sa.types.TypeEngine[object]], str], ...] = (
+_KINDS: tuple[tuple[type[Any], str], ...] = (
     (sa.Boolean, "true or false"),
     (sa.Double, "number"),
     (sa.LargeBinary, "bytes"),

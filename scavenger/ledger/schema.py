@@ -53,7 +53,7 @@ def _bytes(name: str, doc: str) -> Column[bytes]:
     return Column(name, LargeBinary, nullable=False, doc=doc)
 
 
-def _row(meaning: str) -> dict[str, dict[str, str]]:
+def _row(meaning: str) -> dict[str, Any]:
     """What one row is."""
     return {"info": {"row": meaning}}
 
