@@ -47,6 +47,10 @@ inside = set()
 class Unspeakable(Exception):
     def __str__(self):
         raise ValueError("nor can this be said")
+def named_b_c(prompt, completion, meta):
+    return {"b_c": 1.0}
+def named_c(prompt, completion, meta):
+    return {"c": 1.0}
 def vast(prompt, completion, meta):
     return {"a": 1e308, "b": 1e308 if completion == "both" else 0.0}
 async def meets_async(prompt, completion, meta):
@@ -296,6 +300,16 @@ def test_several_functions_are_weighed_into_one_reward_each_with_a_metric(
     )
     with several([*SEVERAL[:2], SEVERAL[2] | {"weight": 3.0}]) as rewards:
         assert rewards.version != version
+
+
+def test_two_parts_of_one_name_are_refused_and_none_is_lost() -> None:
+    """ "a" with a part "b_c", and "a_b" with "c": one metric's name."""
+    functions = [{"function": "pooled:named_b_c", "name": "a"}, {"function": "pooled:named_c", "name": "a_b"}]
+    with (
+        several(functions) as rewards,
+        pytest.raises(RewardError, match="two parts of the reward are called 'a_b_c'"),
+    ):
+        rewards.score("", "x", {})
 
 
 def test_one_function_of_several_that_fails_fails_the_completion() -> None:

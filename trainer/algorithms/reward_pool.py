@@ -216,10 +216,15 @@ class RewardPool:
         late: RewardTimeout | None = None
         for lane, (future, place) in zip(self._lanes, asked, strict=True):
             try:
-                parts |= lane.weigh(future.result()[place])
+                weighed = lane.weigh(future.result()[place])
             except RewardTimeout as error:
-                late = error
-                parts |= lane.weigh({"": 0.0})
+                late, weighed = error, lane.weigh({"": 0.0})
+            if twice := sorted(parts.keys() & weighed.keys()):
+                raise RewardError(
+                    f"two parts of the reward are called {twice[0]!r}",
+                    "give one of the functions another name",
+                )
+            parts |= weighed
         try:
             value = math.fsum(value * weight for value, weight in parts.values())
         except OverflowError:

@@ -149,6 +149,8 @@ def write_smallest(options: argparse.Namespace) -> None:
     print(
         f"it trains in --partition={options.partition} with --gpus-per-node={options.gpus}: lines of train.sbatch"
     )
+    if not options.state_dir:
+        print("run.state_dir: NOT KNOWN, must be set: the daemon's (init --state-dir)")
     print(f"next: scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}")
 
 

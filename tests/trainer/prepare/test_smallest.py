@@ -44,7 +44,7 @@ def test_files_that_are_there_stay_and_an_unknown_site_is_said(
 ) -> None:
     assert make(tmp_path / "first") == 0
     assert "SET THIS" in (tmp_path / "first" / "run.toml").read_text()
-    capsys.readouterr()
+    assert "run.state_dir: NOT KNOWN, must be set" in capsys.readouterr().out
     assert make(tmp_path / "first") == 2
     assert "exist already" in capsys.readouterr().err
     assert make(tmp_path / "first", "--force") == 0
