@@ -12,22 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.baselines.points import ROWS, PublishedPoint, Quantity, Setting, scenario, steady, throughput
-from benchmarks.baselines.registry import profiled
-from benchmarks.baselines.rlboost import rlboost
-from scavenger.simulate import traces
-from scavenger.simulate.clock import Streams
-from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import FleetTrace
-from scavenger.simulate.outcome import SimulationOutcome
-from scavenger.simulate.policies import COLOCATED, SimulatedPolicy
-from scavenger.simulate.presets import STACK
-from scavenger.simulate.scenario import Scenario
+ROOT = Path(__file__).resolve().parents[1]
+# Not this file's folder: a benchmark in it has the name of a package.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
+
+from benchmarks.baselines.points import ROWS, PublishedPoint, Quantity, Setting, scenario, steady, throughput  # noqa: E402  after the path, as all that follows
+from benchmarks.baselines.registry import profiled  # noqa: E402
+from benchmarks.baselines.rlboost import rlboost  # noqa: E402
+from scavenger.simulate import traces  # noqa: E402
+from scavenger.simulate.clock import Streams  # noqa: E402
+from scavenger.simulate.driver import simulate  # noqa: E402
+from scavenger.simulate.fleet import FleetTrace  # noqa: E402
+from scavenger.simulate.outcome import SimulationOutcome  # noqa: E402
+from scavenger.simulate.policies import COLOCATED, SimulatedPolicy  # noqa: E402
+from scavenger.simulate.presets import STACK  # noqa: E402
+from scavenger.simulate.scenario import Scenario  # noqa: E402
 
 SEGMENTS = Path(__file__).with_name("segments.json")
 PAIR = STACK.engine_gpus

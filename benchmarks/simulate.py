@@ -12,19 +12,24 @@ import argparse
 import cProfile
 import gc
 import pstats
+import sys
 import time
 from pathlib import Path
 
-from benchmarks import synthetic
-from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
-from scavenger.simulate import presets, traces
-from scavenger.simulate.clock import Streams
-from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import FleetTrace
-from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.outcome import SimulationOutcome
-from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.trainer_model import TrainerSpec
+ROOT = Path(__file__).resolve().parents[1]
+# Not this file's folder: a benchmark in it has the name of a package.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
+
+from benchmarks import synthetic  # noqa: E402  after the path, as all that follows
+from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy  # noqa: E402
+from scavenger.simulate import presets, traces  # noqa: E402
+from scavenger.simulate.clock import Streams  # noqa: E402
+from scavenger.simulate.driver import simulate  # noqa: E402
+from scavenger.simulate.fleet import FleetTrace  # noqa: E402
+from scavenger.simulate.lengths import Lognormal  # noqa: E402
+from scavenger.simulate.outcome import SimulationOutcome  # noqa: E402
+from scavenger.simulate.scenario import Scenario  # noqa: E402
+from scavenger.simulate.trainer_model import TrainerSpec  # noqa: E402
 
 GOAL_S = 300.0
 
