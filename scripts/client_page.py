@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,15 @@ def _class(of: ast.ClassDef, bases: list[ast.ClassDef]) -> str:
 
 def _message(of: ast.ClassDef) -> str:
     fields = [ast.unparse(node) for node in of.body if isinstance(node, ast.AnnAssign)]
-    return "\n".join([f"### `{of.name}`", "", "```python", *fields, "```", "", _said(of), ""]) + "\n"
+    code = _formatted("\n".join(fields))
+    return "\n".join([f"### `{of.name}`", "", "```python", code, "```", "", _said(of), ""]) + "\n"
+
+
+def _formatted(code: str) -> str:
+    """As `ruff format` leaves it, which looks at the code of pages too."""
+    argv = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "page.py", "-"]
+    done = subprocess.run(argv, input=code, capture_output=True, text=True, cwd=ROOT, check=True)
+    return done.stdout.rstrip()
 
 
 def _signature(method: ast.FunctionDef) -> str:
