@@ -13,8 +13,7 @@ import typer
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.errors import ConfigError
-from scavenger.ledger import store
-from scavenger.ledger.read.reader import reading
+from scavenger.ledger.read.reader import connected
 from scavenger.observe import traces
 
 
@@ -61,16 +60,7 @@ def otel(
 
 def _read(url: str, name: str, after: int, only: int | None) -> list[tuple[int, list[traces.Span]]]:
     """(step, its spans) of the first step beyond `after`, if there is one. Raises `LedgerError`."""
-    engine = store.open_readonly(url)
-    try:
-        with reading(engine) as connection:
-            store.require_head(connection)
-            found = traces.find(connection, name)
-            if only is not None:
-                return [(only, traces.read(connection, found, only))]
-            return [
-                (one, traces.read(connection, found, one))
-                for one in traces.committed(connection, found, after)[:1]
-            ]
-    finally:
-        engine.dispose()
+    with connected(url) as connection:
+        found = traces.find(connection, name)
+        steps = [only] if only is not None else traces.committed(connection, found, after)[:1]
+        return [(one, traces.read(connection, found, one)) for one in steps]

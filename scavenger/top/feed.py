@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +24,9 @@ from scavenger.daemon.ownership import process_there
 from scavenger.errors import DaemonUnavailable, LedgerError, ScavengerError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.host.user import user_name
-from scavenger.ledger import queries, store
+from scavenger.ledger import queries
 from scavenger.ledger.read import tokens
-from scavenger.ledger.read.reader import reading
+from scavenger.ledger.read.reader import connected
 from scavenger.observe import status
 from scavenger.top import text
 from scavenger.top.view import DaemonFacts, Inputs, LedgerFacts, Row
@@ -83,7 +82,7 @@ class SiteFeed:
         except DaemonUnavailable as error:
             no_daemon = _said(error)
         try:
-            with _connected(self._url) as connection:
+            with connected(self._url) as connection:
                 ledger = _ledger(connection)
         except ScavengerError as error:
             no_ledger = f"the ledger is not read: {_said(error)}"
@@ -92,7 +91,7 @@ class SiteFeed:
     # ---------------------------------------------------------------- single things
 
     def sample(self, sample_id: int) -> list[Text]:
-        with _connected(self._url) as connection:
+        with connected(self._url) as connection:
             found = _one(connection, "top_sample", f"sample {sample_id}", sample_id=sample_id)
             leases = _rows(connection, "top_sample_leases", sample_id=sample_id)
             ends = _rows(connection, "top_sample_ends", sample_id=sample_id)
@@ -135,7 +134,7 @@ class SiteFeed:
         return [("prompt", shown[0].splitlines()), ("completion", shown[1].splitlines())]
 
     def node(self, name: str) -> list[Text]:
-        with _connected(self._url) as connection:
+        with connected(self._url) as connection:
             held = _rows(connection, "top_node_allocations", node=name, most=30)
             faults = _rows(connection, "top_node_faults", node=name, most=30)
         allocations = [
@@ -156,7 +155,7 @@ class SiteFeed:
         )
 
     def decision(self, decision_id: int) -> list[Text]:
-        with _connected(self._url) as connection:
+        with connected(self._url) as connection:
             found = _one(connection, "top_decision", f"decision {decision_id}", id=decision_id)
         try:
             lines = json.dumps(json.loads(found["inputs"]), indent=2, ensure_ascii=False).splitlines()
@@ -195,18 +194,6 @@ class SiteFeed:
             )
         harvest_limits.drain(self._state_dir, who, at_once=False)
         return "drains all engines; none is submitted until it is undrained"
-
-
-@contextmanager
-def _connected(url: str) -> Iterator[sa.Connection]:
-    """A short read of the ledger: one connection, one moment. Raises `LedgerError` where it cannot be read, or is another release's."""
-    engine = store.open_readonly(url)
-    try:
-        with reading(engine) as connection:
-            store.require_head(connection)
-            yield connection
-    finally:
-        engine.dispose()
 
 
 def _said(error: ScavengerError) -> str:

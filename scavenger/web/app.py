@@ -21,8 +21,8 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -39,8 +39,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError, describe
-from scavenger.ledger import store
-from scavenger.ledger.read.reader import reading
+from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
 from scavenger.protocol import keys
 from scavenger.web import pages, questions, render
@@ -171,7 +170,7 @@ class Site:
         with self._lock:
             if (held := self._cache.get(key)) is not None and self._clock() - held[0] < self.interval_s:
                 return held[1]
-            with self._connected() as connection:
+            with connected(self._url) as connection:
                 built = build(connection)
             self._cache[key] = (self._clock(), built)
             self._cache.move_to_end(key)
@@ -182,7 +181,7 @@ class Site:
     def pulse(self) -> tuple[Any, ...] | None:
         """Differs after each transaction of the writer; None where the ledger cannot be read."""
         try:
-            with self._lock, self._connected() as connection:
+            with self._lock, connected(self._url) as connection:
                 return tuple(pages.ask(connection, questions.filled(questions.PULSE))[0].values())
         except (ScavengerError, OSError):
             return None
@@ -213,16 +212,6 @@ class Site:
     def _forget(self) -> None:
         with self._lock:
             self._cache.clear()
-
-    @contextmanager
-    def _connected(self) -> Iterator[sa.Connection]:
-        engine = store.open_readonly(self._url)
-        try:
-            with reading(engine) as connection:
-                store.require_head(connection)
-                yield connection
-        finally:
-            engine.dispose()
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError, LedgerUnavailable
-from scavenger.ledger import queries
+from scavenger.ledger import queries, store
 from scavenger.ledger import records as r
 from scavenger.ledger.faults import FINAL, classify, explain, overran, remedy
 from scavenger.ledger.read import prompts
@@ -153,6 +153,18 @@ def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
 
 
 # ---------------------------------------------------------------- reading
+
+
+@contextmanager
+def connected(url: str) -> Iterator[sa.Connection]:
+    """A short read of the ledger: one connection, one moment. Raises `LedgerError` where it cannot be read, or is another release's."""
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            store.require_head(connection)
+            yield connection
+    finally:
+        engine.dispose()
 
 
 @contextmanager
