@@ -28,7 +28,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from rollout import fetching
-from rollout.engines.base import Engine, EngineHost
+from rollout.engines.base import Engine, EngineHost, refuse_held
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from rollout.fetching import Pulled
@@ -378,7 +378,9 @@ class RolloutWorker:
                 await self._load(self._engine, command)
             elif isinstance(command, SleepEngine):
                 await self._engine.sleep()
-                self._inbox.put_nowait(Slept(command.order, await self._engine.bytes_held()))
+                held = await self._engine.bytes_held()
+                refuse_held(held, self._engine.info())
+                self._inbox.put_nowait(Slept(command.order, held))
             elif isinstance(command, WakeEngine):
                 began = self._clock()
                 await self._engine.wake()

@@ -12,6 +12,7 @@ from typing import Protocol
 from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
 from scavenger.protocol.worker.events import Delta, Request
+from scavenger.sizing.training import USABLE
 
 
 class Weight(Protocol):
@@ -35,6 +36,7 @@ class EngineInfo:
 
     `cache_tokens`: of all requests together that the KV cache holds; `best_batch`: requests beyond which it was measured to make no more
     tokens a second. 0 = not known. `device`: torch's name of the GPU that this process itself computes on and need not leave; "" = none.
+    `gpu_nbytes`: memory of one of its GPUs, 0 = it has none.
     """
 
     name: str
@@ -45,6 +47,7 @@ class EngineInfo:
     cache_tokens: int = 0
     best_batch: int = 0
     device: str = ""
+    gpu_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,19 @@ class EngineHost:
     gpus: int = 1
     sleeps: bool = False
     nodes: EngineNodes | None = None
+
+
+def refuse_held(held: int, info: EngineInfo) -> None:
+    """Raises `EngineError` for an engine that sleeps and holds more bytes of its GPUs than training leaves free there: CUDA contexts and
+    NCCL want their part of that, too."""
+    left = int((1 - USABLE) * info.gpu_nbytes) * info.gpus
+    if info.gpu_nbytes and held > left:
+        raise EngineError(
+            f"the engine sleeps and holds {held / 1e9:.1f} GB of {info.gpus} GPU{'s' * (info.gpus > 1)} of "
+            f"{info.gpu_nbytes / 1e9:.1f} GB yet: training leaves it {left / 1e9:.1f} GB",
+            "the engine is started anew for its next turn; should it happen again, set engine.eager = true: CUDA graphs "
+            "keep their memory asleep",
+        )
 
 
 def refuse_impossible(request: Request, context_length: int, vocab_size: int) -> None:

@@ -123,6 +123,11 @@ class Decoder:
         return "" if self._device == "cpu" or self._sleeps else self._device
 
     @property
+    def gpu_nbytes(self) -> int:
+        """Memory of its GPU, or of what stands for one; 0 = there is none."""
+        return torch.cuda.mem_get_info()[1] if self._device == "cuda" else self._gpu.capacity
+
+    @property
     def vocab_size(self) -> int:
         return int(self._model.get_output_embeddings().weight.shape[0])
 

@@ -85,6 +85,7 @@ class ReferenceEngine:
             self._decoder.vocab_size,
             cache_tokens=cache,
             device=self._decoder.own_device,
+            gpu_nbytes=self._decoder.gpu_nbytes,
         )
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:

@@ -36,10 +36,11 @@ class Scripted:
         self.calls: list[str] = []
         self.dead: Exception | None = None
         self._step_s = step_s
+        self.gpu_nbytes = 0
         self._work = asyncio.Event()
 
     def info(self) -> EngineInfo:
-        return EngineInfo("scripted", 8, 128, 2000)
+        return EngineInfo("scripted", 8, 128, 2000, gpu_nbytes=self.gpu_nbytes)
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self.requests.clear()

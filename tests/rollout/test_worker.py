@@ -10,7 +10,7 @@ import pytest
 from rollout.worker import Options, RolloutWorker
 from scavenger.protocol import messages
 from scavenger.protocol.messages import Held
-from scavenger.protocol.worker.events import WorkerLimits
+from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED, WorkerLimits
 from tests.rollout.daemon import FakeDaemon
 from tests.rollout.stage import BEAT_S, ME, SERVER, WHO, Play, Stage, beat
 
@@ -103,6 +103,26 @@ def test_sleep_and_wake_reach_the_engine_in_order(play: Play) -> None:
         assert (chunk.offset, messages.unpack_tokens(chunk.tokens)[0]) == (1, 1001)
         assert stage.engine.calls[1:] == ["sleep", "wake"]
         assert await stage.daemon.expect(messages.Awake) == messages.Awake(2, 4096)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("gpu", "room"), [(9_000, True), (8_000, False)])
+def test_an_engine_that_keeps_more_asleep_than_training_leaves_ends(play: Play, gpu: int, room: bool) -> None:
+    """512 bytes are held: 6 % of 9,000 are 540, of 8,000 they are 480. What ends has given its memory back."""
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.engine.gpu_nbytes = gpu
+        stage.daemon.send(messages.Sleep(1))
+        if room:
+            assert await stage.daemon.expect(messages.Asleep) == messages.Asleep(1, 512)
+            return
+        goodbye = await stage.daemon.expect(messages.Goodbye)
+        assert goodbye.failed
+        assert "the engine sleeps and holds 0.0 GB" in goodbye.reason
+        stage.daemon.send(messages.GoodbyeAck())
+        await stage.ends(EXIT_ENGINE_FAILED)
 
     play(scene)
 

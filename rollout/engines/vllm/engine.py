@@ -209,6 +209,7 @@ class VllmEngine:
             self._layout.vocab_size,
             self._host.gpus,
             cache_tokens=held,
+            gpu_nbytes=self._gpu.capacity or _gpu_nbytes(),
         )
 
     # ------------------------------------------------------------ weights
@@ -530,6 +531,13 @@ class VllmEngine:
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+def _gpu_nbytes() -> int:
+    """Memory of one GPU as its driver says: this process computes on none, and shall take no memory there. 0 = there is none."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else 0
 
 
 def _died(error: BaseException) -> EngineError:
