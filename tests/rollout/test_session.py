@@ -428,7 +428,9 @@ def test_sleep_flushes_then_aborts_then_answers() -> None:
     t.assign(lease(1))
     t.made(1, 1)
     actions = t.hear(wire.Sleep(1))
-    assert [type(a) for a in actions] == [SendMessage, Abort, SleepEngine]
+    assert [type(a) for a in actions] == [Abort, SendMessage, SendMessage, SleepEngine]
+    assert [type(m) for m in sent(actions)] == [wire.Chunks, wire.Yielded], "all tokens, then the lease"
+    t.hear(wire.Revoke(((1, 1),), "given back"))
     assert t.session.work.leases.held() == ()
     assert sent(t.hear(wire.Sleep(1))) == [], "repeated while the engine is at it"
     assert sent(t.do(Slept(1, 512))) == [wire.Asleep(1, 512)]
@@ -469,6 +471,22 @@ def test_falling_asleep_while_disconnected_is_told_after_the_welcome() -> None:
     assert (hello.memory, hello.memory_order) == ("falling-asleep", 1)
     assert not sent(t.do(Slept(1, 512)))
     assert wire.Asleep(1, 512) in sent(t.hear(WELCOME))
+
+
+def test_what_a_sleeper_generated_is_sent_again_until_it_is_durable() -> None:
+    """The daemon dies between the flush and its commit: what only the sleeper has is not generated again."""
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2, 3)
+    t.hear(wire.Sleep(1))
+    t.do(Slept(1, 512))
+    (hello,) = [m for m in sent(t.hear(wire.HelloAgain("restarted"))) if isinstance(m, wire.WorkerHello)]
+    assert [(held.sample_id, held.length) for held in hello.held] == [(1, 3)]
+    again = sent(t.hear(WELCOME))
+    (chunks,) = [m for m in again if isinstance(m, wire.Chunks)]
+    assert [(c.offset, len(c.tokens) // 4) for c in chunks.chunks] == [(0, 3)]
+    assert [m.leases for m in again if isinstance(m, wire.Yielded)] == [(wire.Held(1, 1, 3),)]
+    assert t.session.work.memory == "asleep"
 
 
 def test_nothing_but_the_order_wakes_a_sleeper() -> None:

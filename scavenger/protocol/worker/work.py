@@ -657,7 +657,8 @@ class Work:
         failed = messages.WeightsFailed(event.version, messages.words(event.reason), event.refused)
         return [LogNote("weights-failed", event.reason), *self._send(failed)]
 
-    def sleep(self, message: messages.Sleep, _now: float) -> list[WorkerAction]:
+    def sleep(self, message: messages.Sleep, now: float) -> list[WorkerAction]:
+        """Give all leases back and free the memory. Tokens that are not durable yet stay here until they are."""
         if message.order <= self.memory_order:
             return self._acknowledge_memory_order()  # a repeat
         self.memory_order = message.order
@@ -665,7 +666,11 @@ class Work:
             return self._acknowledge_memory_order()  # the order to wake in between was lost
         self.memory, self._engine_order, self._waiting = "falling-asleep", message.order, []
         self._token_at = self._paused_at = None  # what it does not generate asleep, no load costs
-        return [*self.flush(), *self._forget(self.leases.all()), SleepEngine(message.order)]
+        return [
+            *self._yield_leases([held for held in self.leases.all() if held.runs], now),
+            *self.flush(),
+            SleepEngine(message.order),
+        ]
 
     def wake(self, message: messages.Wake, _now: float) -> list[WorkerAction]:
         if message.order <= self.memory_order:

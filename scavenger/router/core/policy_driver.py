@@ -23,7 +23,7 @@ from scavenger.router.core import decision_log, samples, staleness, turns
 from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.state import ActiveRun, Group, RouterLimits, Sample, SampleYield, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import SampleStatus, WorkerStatus
+from scavenger.router.core.transitions import GpuMemoryState, SampleStatus, WorkerStatus
 
 
 def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:
@@ -254,7 +254,9 @@ def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
             continue
         asked = worker.yielding.get(sample.id)
         over.append((sample.id, sample.epoch))
-        reason = f"moved: {asked.reason}" if asked is not None else "given back"
+        sleeps = worker.memory.state is GpuMemoryState.FALLING_ASLEEP
+        unasked = "reserved worker sleeps" if sleeps else "given back"
+        reason = f"moved: {asked.reason}" if asked is not None else unasked
         samples.release(core, sample, reason)
         if asked is not None:
             give(core, asked.to_worker, sample.id)
