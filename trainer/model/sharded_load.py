@@ -121,7 +121,7 @@ class ShardedLoadPlan:
                     whole = torch.empty_like(module._buffers[key], device=device)
                     self._read(name, whole, tuple(slice(0, size) for size in whole.shape))
                     module._buffers[key] = whole
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch's, of a map that the host refuses
             raise ConfigError(f"model.path: {self._folder} cannot be read: {error}", _AGAIN) from error
         self._adapters.clear()
         self._close()
@@ -281,7 +281,9 @@ def _heads(folder: Path) -> dict[str, _Stored]:
             ]
         found = {}
         for path in files:
-            with safe_open(path, "pt") as file:
+            with safe_open(
+                path, "numpy"
+            ) as file:  # torch maps to write, which a host may refuse for what exceeds its memory
                 for key in file.keys():  # noqa: SIM118  not a mapping
                     found[key] = _Stored(path, tuple(file.get_slice(key).get_shape()))
         return found
