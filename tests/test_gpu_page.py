@@ -18,6 +18,8 @@ PROMPT, COMPLETION = 1024, 8192
 GPUS = {"H100, A100 of 80 GB": 80.0, "H200 of 141 GB": 141.0}
 #: Of one node, then whole nodes.
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
+#: Host memory of a node of eight GPUs; a part of a node has its part.
+NODE_GB = 2000.0
 
 
 def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
@@ -33,6 +35,7 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
             COMPLETION,
             PROMPT + COMPLETION,
             512,
+            NODE_GB / 8 * min(count, 8),
         )
         found = sizes.choose(asked)
         job = TrainJob(
@@ -45,7 +48,8 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
             reserved=True,
             engine_share=found.share,
             engine_gpus=found.engine_gpus,
-            reserved_gpus=found.engine_gpus,
+            reserved_gpus=found.reserved_gpus,
+            reserved_workers=found.reserved,
             longest=PROMPT + COMPLETION,
             head_chunk=1024,
             per_node=min(count, 8),
@@ -61,11 +65,12 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
             f"{asks.step:.1f}, {found.micro_tokens:,} tokens{', recomputed' * found.checkpointing}",
             f"{phases.node_nbytes(shape, job) / GB:.0f}",
             f"{found.engine_gpus} x {found.share:.2f}",
+            f"{found.reserved} of {found.reserved_gpus}",
             f"{found.max_batch}",
             f"{found.memory_mb / 1024:.0f} GiB, {found.cpus}",
         ]
         return f"| {' | '.join(cells)} |"
-    return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | | |"
+    return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | | | |"
 
 
 def table() -> str:

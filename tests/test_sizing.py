@@ -167,12 +167,30 @@ def test_a_node_s_host_holds_states_versions_and_reserved_engines() -> None:
         f"each training node needs {by_hand:.0f} GB of host memory, and train.sbatch asks for 1000 GB"
         in cause
     )
-    assert "fewer reserved engines of more GPUs each" in remedy
+    assert "fewer or wider reserved engines: reserved.gpus_per_engine = 8, reserved.workers = 2" in remedy
     assert fit.host_problem(large, wanted, 2000.0) == fit.host_problem(large, wanted, 0.0) == ("", "")
     one = replace(wanted, reserved_gpus=8)
     assert phases.node_nbytes(large, one) < 0.6 * phases.node_nbytes(large, wanted)
     few = replace(wanted, reserved_workers=2)
     assert phases.reserved_on_node(few) == 1, "one on each node"
+
+
+def test_a_soft_cap_holds_one_more_matrix_of_a_chunk_s_logits() -> None:
+    """`trainer.model.head`: logits, their gradient, and the slope of the tanh."""
+    plain = MODELS["8B"]
+    of = of_config({"hidden_size": 8, "num_attention_heads": 1, "final_logit_softcapping": 30.0})
+    assert of.capped
+    more = training._head_nbytes(replace(plain, capped=True), job(plain)) - training._head_nbytes(
+        plain, job(plain)
+    )
+    assert more == 4 * 1024 * plain.vocabulary
+
+
+def test_published_versions_take_what_weights_dtype_says() -> None:
+    eight = MODELS["8B"]
+    wide = phases.node_nbytes(eight, job(eight, published=4)) - phases.node_nbytes(eight, job(eight))
+    served, engines = 3.25 * 2 * eight.parameters, 8 * 3.25 * 2 * eight.parameters
+    assert wide == pytest.approx(served + engines, rel=0.01)
 
 
 @pytest.mark.parametrize(

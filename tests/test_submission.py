@@ -245,10 +245,12 @@ def test_no_answer_is_no_refusal(
 def test_slurm_s_own_names_of_a_partition_s_gpus(
     answers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert train_script.gpu_types("normal") == ("h100",)
-    assert train_script.gpu_types("no-such-partition") == ()
+    found = train_script.gpu_nodes("normal")
+    assert found.types == ("h100",)
+    assert found.memory_mb == 1000000
+    assert train_script.gpu_nodes("no-such-partition") == train_script.GpuNodes()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert train_script.gpu_types("normal") == (), "no Slurm: nothing is claimed"
+    assert train_script.gpu_nodes("normal") == train_script.GpuNodes(), "no Slurm: nothing is claimed"
 
 
 def test_a_refusal_is_told_in_slurms_words(answers: Path, tmp_path: Path) -> None:

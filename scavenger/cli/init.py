@@ -33,13 +33,13 @@ RUN = "Of a run"
 OF_SITE = frozenset({"site", "listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
-    | {"environment", "environment_python"}
+    | {"environment", "environment_python", "node_memory_gb"}
 )
 
 
 #: Of a run that `--tiny` does not write.
 OF_OWN_MODEL = frozenset(
-    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb"}
+    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb", "node_memory_gb"}
 )
 
 
@@ -95,6 +95,14 @@ def init(
     ] = "",
     gpu_memory_gb: Annotated[
         float, typer.Option(min=0, help="of one GPU; 0: by its type, else 80", rich_help_panel=RUN)
+    ] = 0,
+    node_memory_gb: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="host memory of a training node; 0: as Slurm says, else 1.6 for each GB of its GPUs",
+            rich_help_panel=RUN,
+        ),
     ] = 0,
     state_dir: Annotated[
         str,
@@ -156,10 +164,10 @@ def init(
             "--state-dir": state_dir or _known_state_dir(),
             "--partition": partition,
             "--gpu": gpu,
-            "--slurm-gpu": _slurm_gpu(partition or "reserved")
-            if gpus and not gpu and not gpu_memory_gb
-            else "",
+            "--node-memory-gb": str(node_memory_gb) if node_memory_gb else "",
         }
+        if gpus:
+            told |= _of_slurm(partition or "reserved", gpu_known=bool(gpu or gpu_memory_gb))
         words = [f"{name}={value}" for name, value in told.items() if value]
         _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
     elif not check:
@@ -181,11 +189,17 @@ def init(
             raise typer.Exit(ConfigError.exit_code)
 
 
-def _slurm_gpu(partition: str) -> str:
-    """Types of the partition's GPUs, separated by commas; "" where Slurm does not say."""
+def _of_slurm(partition: str, *, gpu_known: bool) -> dict[str, str]:
+    """Options of the draft: types of the partition's GPUs, separated by commas, and memory of its smallest node, where Slurm says so."""
     from scavenger.doctor import train_script
 
-    return "" if _is_local(None) else ",".join(train_script.gpu_types(partition))
+    if _is_local(None):
+        return {}
+    found = train_script.gpu_nodes(partition)
+    return {
+        "--slurm-gpu": "" if gpu_known else ",".join(found.types),
+        "--slurm-memory-mb": str(found.memory_mb or ""),
+    }
 
 
 def _known_state_dir() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger.cluster.choose import short
@@ -170,17 +171,24 @@ def check(script: Path, reserved: int, each: int = 1) -> Iterator[StartFinding]:
         yield _tested(script)
 
 
-def gpu_types(partition: str) -> tuple[str, ...]:
-    """GRES types of the GPUs in a partition, as Slurm names them, sorted; none where no Slurm answers, or types have no names."""
+@dataclass(frozen=True, slots=True)
+class GpuNodes:
+    """What Slurm says of the nodes with GPUs in a partition. `types`: GRES types as Slurm names them, sorted; `memory_mb`: of the smallest
+    node, 0 = not known."""
+
+    types: tuple[str, ...] = ()
+    memory_mb: int = 0
+
+
+def gpu_nodes(partition: str) -> GpuNodes:
+    """Nothing where no Slurm answers."""
     try:
         nodes = commands.parse_nodes(_ask(commands.nodes_argv()))
     except ClusterError:
-        return ()
-    return tuple(
-        sorted(
-            {node.gpu_type for node in nodes if partition in node.partitions and node.gpus and node.gpu_type}
-        )
-    )
+        return GpuNodes()
+    found = [node for node in nodes if partition in node.partitions and node.gpus]
+    types = tuple(sorted({node.gpu_type for node in found if node.gpu_type}))
+    return GpuNodes(types, min((node.memory_mb for node in found), default=0))
 
 
 def _tested(script: Path) -> StartFinding:

@@ -73,15 +73,19 @@ def _too_long(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[
         if alone
         else "trainer.micro_batch_tokens"
     )
+    shorter = f"lower {lower}, or " if alone or "GPUs" not in propose(shape, job) else ""
     return (
         f"{what} does not fit: {held}, and about {asks.step:.1f} GB for {job.computed_tokens} tokens",
-        f"{more}lower {lower}, or train on more GPUs{_this_fits(shape, job)}",
+        f"{more}{shorter}train on more GPUs{_this_fits(shape, job)}",
     )
 
 
 def _this_fits(shape: ModelShape, job: TrainJob) -> str:
+    """What fits, and where that takes more GPUs also what fits on those that there are."""
     keys = propose(shape, job)
-    return f"; this fits: {as_settings(keys)}" if keys else ""
+    here = adapters(shape, job) if "GPUs" in keys else {}
+    said = f"; this fits: {as_settings(keys)}" if keys else ""
+    return f"{said}; on these GPUs: {as_settings(here)}" if here else said
 
 
 def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[str, str]:
@@ -146,6 +150,32 @@ def _wider(shape: ModelShape, job: TrainJob, key: str, context: int) -> str:
     return ""
 
 
+def reserved_within(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[int, int] | None:
+    """GPUs of each reserved engine and how many there are in all, so that a node of `node_gb` holds them beside its ranks: engines of as
+    few GPUs as the job's first, then fewer of them. None: not even one engine fits."""
+    nodes = -(-job.ranks // job.node_ranks)
+    widths = [
+        gpus
+        for gpus in (1, 2, 4, 8)
+        if job.reserved_gpus <= gpus <= job.node_ranks and not (shape.heads and shape.heads % gpus)
+    ]
+    tried = [
+        (gpus, most)
+        for gpus in widths
+        if (most := min(job.node_ranks // gpus * nodes, job.reserved_workers or job.ranks))
+    ]
+    tried += [(widths[-1], count) for count in range(tried[-1][1] - 1, 0, -1)] if tried else []
+    for gpus, count in tried:
+        if node_holds(shape, replace(job, reserved_gpus=gpus, reserved_workers=count), node_gb):
+            return gpus, count
+    return None
+
+
+def node_holds(shape: ModelShape, job: TrainJob, node_gb: float) -> bool:
+    """Whether a node of `node_gb` can grant what `asked_gib` asks for. 0: nothing is known, so it can."""
+    return not node_gb or asked_gib(shape, job) * (1 << 30) <= node_gb * GB
+
+
 def asked_gib(shape: ModelShape, job: TrainJob) -> int:
     """GiB to ask Slurm for on each node (`--mem`): what the training job's ranks and engines take there, and a twentieth."""
     return int(phases.node_nbytes(shape, job) * 1.05 / (1 << 30)) + 1
@@ -156,10 +186,10 @@ def host_problem(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[str,
     wanted = phases.node_nbytes(shape, job) / GB
     if not node_gb or wanted <= node_gb:
         return "", ""
-    several = phases.reserved_on_node(job) > 1 and job.reserved
+    fits = reserved_within(shape, job, node_gb) if job.reserved else None
     rest = (
-        ", or with fewer reserved engines of more GPUs each (reserved.gpus_per_engine, reserved.workers)"
-        if several
+        f", or with fewer or wider reserved engines: reserved.gpus_per_engine = {fits[0]}, reserved.workers = {fits[1]}"
+        if fits
         else ""
     )
     return (
@@ -234,26 +264,41 @@ def _changes(job: TrainJob) -> Iterator[tuple[TrainJob, dict[str, str]]]:
 def _more(shape: ModelShape, job: TrainJob) -> dict[str, str]:
     """More GPUs, or adapters on those that there are."""
     found = replace(job, checkpointing=True, micro_tokens=min(job.micro_tokens, _LEAST_TOKENS))
-    keys = {} if job.checkpointing else {"trainer.activation_checkpointing": "true"}
     ranks = job.ranks
     while ranks < _MOST_RANKS:
         ranks *= 2
         wider = replace(found, ranks=ranks)
         if trains(shape, wider):
-            tokens = largest_micro(shape, wider, most=max(job.micro_tokens, _LEAST_TOKENS))
-            micro = {"trainer.micro_batch_tokens": f"{tokens}"} if tokens < job.micro_tokens else {}
-            return keys | micro | {"GPUs": f"{ranks}"}
-    if not job.lora_rank:
-        lora = replace(
-            found,
-            lora_rank=_ADAPTERS,
-            targets=_TARGETS,
-            trained=shape.adapters(_ADAPTERS, _TARGETS),
-            reference=False,
-        )
-        if trains(shape, lora):
-            return keys | {"lora.rank": f"{_ADAPTERS}"}
-    return {}
+            return _recomputed(job) | _smaller(shape, job, wider) | {"GPUs": f"{ranks}"}
+    return adapters(shape, job)
+
+
+def adapters(shape: ModelShape, job: TrainJob) -> dict[str, str]:
+    """The keys of adapters in place of all weights, where they fit; empty where they do not, or are trained already."""
+    if job.lora_rank:
+        return {}
+    lora = replace(
+        job,
+        checkpointing=True,
+        micro_tokens=min(job.micro_tokens, _LEAST_TOKENS),
+        lora_rank=_ADAPTERS,
+        targets=_TARGETS,
+        trained=shape.adapters(_ADAPTERS, _TARGETS),
+        reference=False,
+    )
+    if not trains(shape, lora):
+        return {}
+    return _recomputed(job) | _smaller(shape, job, lora) | {"lora.rank": f"{_ADAPTERS}"}
+
+
+def _recomputed(job: TrainJob) -> dict[str, str]:
+    return {} if job.checkpointing else {"trainer.activation_checkpointing": "true"}
+
+
+def _smaller(shape: ModelShape, job: TrainJob, changed: TrainJob) -> dict[str, str]:
+    """The largest micro-batch that fits the changed job, where that is not as large as was asked."""
+    tokens = largest_micro(shape, changed, most=max(job.micro_tokens, _LEAST_TOKENS))
+    return {"trainer.micro_batch_tokens": f"{tokens}"} if tokens < job.micro_tokens else {}
 
 
 def as_settings(keys: dict[str, str]) -> str:

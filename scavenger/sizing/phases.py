@@ -23,8 +23,6 @@ TRAINING = ("forward", "backward", "optimizer")
 RANK_NBYTES = 4 * 10**9
 #: A rank serves two versions of the weights while a third is written (docs/weights.md), and a quarter of one as deltas.
 VERSIONS, DELTAS = 3, 0.25
-#: Bytes of a published value (`weights.dtype`).
-PUBLISHED = 2
 #: Of weight files that are mapped while they are read (`trainer.model.sharded_load`).
 _MAPPED = 8 << 20
 
@@ -70,7 +68,7 @@ def stays(shape: ModelShape, job: TrainJob) -> bool:
 
 def published(shape: ModelShape, job: TrainJob) -> PublishedSize:
     """What engines hold: the model, and with adapters their base."""
-    whole = PUBLISHED * shape.parameters
+    whole = job.published * shape.parameters
     return PublishedSize(whole, whole if job.lora_rank else 0)
 
 
@@ -140,4 +138,4 @@ def reserved_on_node(job: TrainJob) -> int:
 def _versions(shape: ModelShape, job: TrainJob) -> int:
     """A rank's share of what it serves, where it is of the first replica: versions of all weights, or of the adapters and their base."""
     version, base = (job.trained, shape.parameters) if job.lora_rank else (shape.parameters, 0)
-    return int(PUBLISHED * (base + (VERSIONS + DELTAS) * version) / job.shards)
+    return int(job.published * (base + (VERSIONS + DELTAS) * version) / job.shards)

@@ -32,7 +32,7 @@ class ModelShape:
     """`parameters` in all, tied ones once; `inner`: the width of a dense feed-forward. Heads of 0 are not known.
 
     `experts` of each of `sparse_layers`, `chosen` of them for a token, each `expert_inner` wide; `shared_inner`: of those that take all
-    tokens. `head_norms`: queries and keys are normalised.
+    tokens. `head_norms`: queries and keys are normalised. `capped`: logits go through a tanh (Gemma's soft cap).
     """
 
     parameters: int
@@ -50,6 +50,7 @@ class ModelShape:
     expert_inner: int = 0
     shared_inner: int = 0
     sparse_layers: int = 0
+    capped: bool = False
 
     @property
     def queries(self) -> int:
@@ -153,6 +154,7 @@ def of_config(config: Mapping[str, Any], parameters: int = 0) -> ModelShape:
         expert_inner=(_int(c, *_EXPERT_INNER) or inner) if experts else 0,
         shared_inner=_shared(c) if experts else 0,
         sparse_layers=_sparse(c, layers) if experts else 0,
+        capped=bool(c.get("final_logit_softcapping")),
     )
     return shape if parameters else _counted(shape)
 

@@ -35,7 +35,7 @@ class TrainJob:
     gives its result in the layout that the next layer wants, as on GPUs. `per_node`: ranks of a node, 0 = all of one.
     `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold. `replicas`: of the model, over the `ranks`. `context`: ranks
     that share each sample's tokens. `tensor`: ranks that cut each layer. `sample_tokens`: of the longest sample that an engine must hold
-    (`model.context_length`), whatever is trained of it at once; 0: not known.
+    (`model.context_length`), whatever is trained of it at once; 0: not known. `published`: bytes of a published value (`weights.dtype`).
     """
 
     ranks: int
@@ -62,6 +62,7 @@ class TrainJob:
     context: int = 1
     sample_tokens: int = 0
     tensor: int = 1
+    published: int = 2
 
     @property
     def computed_tokens(self) -> int:
@@ -221,7 +222,7 @@ def _head_nbytes(shape: ModelShape, job: TrainJob) -> int:
     if job.head_chunk:
         together = min(job.head_chunk, tokens)
         sums = wide * table * full
-        return 2 * wide * together * values + sums + 2 * copied
+        return (2 + shape.capped) * wide * together * values + sums + 2 * copied
     pieces = 2 * wide * min(tokens * values, _PIECE) if c < 8 else 2 * wide * tokens * values
     return 2 * c * tokens * values + pieces + 2 * copied
 

@@ -19,6 +19,7 @@ from scavenger import resources
 from scavenger.config import read_run
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.sizing import engine as engine_sizes
+from scavenger.sizing.training import GB
 from trainer.arguments import add_layers
 from trainer.data.prompts import open_tokenizer
 from trainer.prepare import check, draft, model, rows, sizes
@@ -52,7 +53,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ):
         drafting.add_argument(name, default="")
     drafting.add_argument("--partition", default="reserved")
-    for name, default in (("--gpus", 8), ("--nodes", 1), ("--gpu-memory-gb", 0.0)):
+    for name, default in (
+        ("--gpus", 8),
+        ("--nodes", 1),
+        ("--gpu-memory-gb", 0.0),
+        ("--node-memory-gb", 0.0),
+        ("--slurm-memory-mb", 0),
+    ):
         drafting.add_argument(name, type=type(default), default=default)
     drafting.add_argument("--force", action="store_true")
     smallest = commands.add_parser("tiny")
@@ -101,6 +108,14 @@ def gpu_memory(options: argparse.Namespace) -> tuple[float, str]:
         return found, f"as a {options.gpu} has"
     found = min((gb for gb in map(engine_sizes.gpu_gb, options.slurm_gpu.split(",")) if gb), default=0.0)
     return (found, f"a {options.slurm_gpu}, as Slurm names its GPUs there") if found else (ASSUMED_GPU_GB, "")
+
+
+def node_memory(options: argparse.Namespace) -> tuple[float, str]:
+    """Gigabytes of a training node's host memory, and the source of that number; 0 and "" where nobody said."""
+    if options.node_memory_gb:
+        return options.node_memory_gb, "as --node-memory-gb says"
+    gb = options.slurm_memory_mb * (1 << 20) / GB
+    return (gb, "the smallest node of that partition, as Slurm says") if gb else (0.0, "")
 
 
 def _folder(options: argparse.Namespace) -> Path:
@@ -188,6 +203,8 @@ def write(options: argparse.Namespace) -> None:
         longest_prompt(facts.folder, data),
         gpu_source,
         importlib.util.find_spec("math_verify") is not None,
+        0,
+        *node_memory(options),
     )
     folder.mkdir(parents=True, exist_ok=True)
     run, script = folder / "run.toml", folder / "train.sbatch"

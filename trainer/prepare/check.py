@@ -27,7 +27,7 @@ from scavenger.sizing import engine as engine_sizes
 from scavenger.sizing import fit, phases
 from scavenger.sizing.shape import ModelShape
 from scavenger.sizing.training import GB, TrainJob
-from scavenger.weights import files
+from scavenger.weights import files, manifest
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
 from trainer.model.mesh import Division, check_nodes, divide
@@ -420,6 +420,7 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         context=trainer.context_parallel,
         tensor=trainer.tensor_parallel,
         sample_tokens=config.model.context_length,
+        published=manifest.ITEMSIZE[config.weights.dtype],
     )
 
 

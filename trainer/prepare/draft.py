@@ -35,7 +35,8 @@ BARE_ANSWER = re.compile(r"[\w.,+-]{1,64}")
 class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
     `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
-    `memory_gib`: of a node's host memory to ask for, 0 = not known.
+    `memory_gib`: of a node's host memory to ask for, 0 = not known. `node_gb`: what a training node has, 0 = not known; `node_source`: who
+    said so.
     """
 
     name: str
@@ -53,6 +54,8 @@ class RunOptions:
     gpu_source: str = ""
     math_verify: bool = True
     memory_gib: int = 0
+    node_gb: float = 0.0
+    node_source: str = ""
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -91,6 +94,7 @@ def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
             completion_tokens,
             context,
             samples,
+            wish.node_gb,
         )
     )
 
@@ -136,6 +140,12 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             wish.gpu_source or "init --gpu TYPE or --gpu-memory-gb",
         ),
         (
+            "--node-memory-gb",
+            "train.sbatch",
+            f"{wish.node_gb or sizes.node_gb(wish.gpus, wish.gpu_gb):,.0f} GB of host memory a node; --mem={wish.memory_gib}G",
+            wish.node_source or "init --node-memory-gb",
+        ),
+        (
             "",
             "train.sbatch",
             f"no --account, no --qos, {DAYS} days",
@@ -171,6 +181,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
     ]
     rows[-1:-1] = _assumed_of_rows(model, data, wish)
     named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
+    named |= set() if wish.gpus else {"--node-memory-gb"}
     known = given | ({"--state-dir"} if wish.state_dir else set()) | named
     shown = [row[1:] for row in rows if row[0] not in known]
     pad = max(len(what) for _, what, _ in shown) + 2
@@ -410,6 +421,7 @@ def _training(data: DataFacts, chosen: Sizes) -> str:
         if not data.environment
         else "#                   # above 0: so many tasks are held out\n"
     )
+    why = f"{chosen.why_reserved}\n" if chosen.why_reserved else ""
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
 #kl_coef = 0.001                    # keeps the starting model in memory too
@@ -423,8 +435,8 @@ warmup_steps = 10
 rank = 0                            # above 0: adapters of that rank are trained, not all weights
 
 [reserved]
-workers = {chosen.reserved}                         # engines on the training job's own GPUs: they generate while no GPU is idle
-gpus_per_engine = {chosen.engine_gpus}                 # of each, on one node
+{why}workers = {chosen.reserved}                         # engines on the training job's own GPUs: they generate while no GPU is idle
+gpus_per_engine = {chosen.reserved_gpus}                 # of each, on one node
 wake_after_s = {WAKE_AFTER_S}
 
 [checkpoint]

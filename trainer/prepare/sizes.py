@@ -14,6 +14,8 @@ from scavenger.sizing.shape import ModelShape
 from scavenger.sizing.training import GB, TrainJob
 
 MICRO_TOKENS = 16384
+#: Host memory of a training node of which nothing is known, for each GB of its GPUs. Assumed: nodes of 8 A100, H100 or H200 have more.
+HOST_PER_GPU = 1.6
 #: From this many parameters on, activations are computed again.
 LARGE = 1_000_000_000
 #: Below this many parameters, and without a GPU, vLLM's start takes longer than the reference engine's whole work.
@@ -24,7 +26,10 @@ LEAST_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class SizingRequest:
-    """For whom engines are sized. `gpus`: of each training node, 0 = none. `samples`: of a step. Lengths in tokens."""
+    """For whom engines are sized. `gpus`: of each training node, 0 = none. `samples`: of a step. Lengths in tokens.
+
+    `node_gb`: of a training node's host memory, 0 = not known.
+    """
 
     shape: ModelShape
     engine: str
@@ -35,14 +40,18 @@ class SizingRequest:
     completion: int
     context: int
     samples: int
+    node_gb: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`engine_gpus`: of each engine, harvested or reserved. `why_*`: where a number comes from, lines for a comment."""
+    """`engine_gpus`, `reserved_gpus`: of each harvested and of each reserved engine. `why_*`: where a number comes from, lines for a
+    comment; `why_reserved` is "" where nothing but the GPUs decided."""
 
     engine_gpus: int
     reserved: int
+    reserved_gpus: int
+    why_reserved: str
     share: float
     max_batch: int
     why_batch: tuple[str, ...]
@@ -78,7 +87,7 @@ def choose(asked: SizingRequest) -> Sizes:
     on_gpus = asked.engine == "vllm" and asked.gpus > 0
     share = fit.share_beside(shape, job) if on_gpus else 0.9
     gpus = _engine_gpus(asked, share) if on_gpus else 1
-    reserved = max(1, asked.gpus // gpus * asked.nodes)
+    reserved_gpus, reserved, why_reserved = _reserved(asked, job, gpus, share)
     batch, why = _batch(asked, gpus, share)
     version = PublishedSize(2 * shape.parameters, 0)  # bfloat16, as weights.dtype has it by default
     asks_gpus = gpus if asked.gpus else 0
@@ -89,19 +98,64 @@ def choose(asked: SizingRequest) -> Sizes:
         else "no GPU"
     )
     cpus = engine.engine_cpus(version, asks_gpus)
-    return Sizes(gpus, reserved, share, batch, why, job.micro_tokens, job.checkpointing, cpus, mb, host)
+    return Sizes(
+        gpus,
+        reserved,
+        reserved_gpus,
+        why_reserved,
+        share,
+        batch,
+        why,
+        job.micro_tokens,
+        job.checkpointing,
+        cpus,
+        mb,
+        host,
+    )
+
+
+def node_gb(gpus: int, gpu_gb: float) -> float:
+    """Host memory of a training node in gigabytes, as it is assumed."""
+    return HOST_PER_GPU * gpus * gpu_gb
+
+
+def _reserved(asked: SizingRequest, job: TrainJob, gpus: int, share: float) -> tuple[int, int, str]:
+    """GPUs of each reserved engine, how many there are, and why not as many as the GPUs hold: each keeps its weights in host memory
+    asleep. Where none fits, as few as can be: the check says what is missing."""
+    most = max(1, asked.gpus // gpus * asked.nodes)
+    if asked.engine != "vllm" or not asked.gpus:
+        return gpus, most, ""
+    there = asked.node_gb or node_gb(asked.gpus, asked.gpu_gb)
+    wanted = replace(
+        job,
+        engine_share=share,
+        engine_gpus=gpus,
+        reserved_gpus=gpus,
+        reserved_workers=most,
+        per_node=asked.gpus,
+    )
+    found = fit.reserved_within(asked.shape, wanted, there)
+    if found is None:
+        return gpus, 1, f"# a node's {there:,.0f} GB of host memory do not hold even one"
+    if found == (gpus, most):
+        return *found, ""
+    needs = fit.asked_gib(asked.shape, wanted) * (1 << 30) / GB
+    return *found, (
+        f"# {most} engines of {gpus} GPU{'s' * (gpus > 1)} want {needs:,.0f} GB of each node's host memory, of {there:,.0f}: "
+        "asleep, each keeps its weights there"
+    )
 
 
 def _micro(shape: ModelShape, job: TrainJob) -> TrainJob:
-    """The micro-batch halved until it fits, down to the longest sample; activations are computed again where that does not fit."""
+    """The largest micro-batch that fits, of 16,384 tokens at most; activations are computed again where the longest sample does not fit."""
     least = max(job.longest, 1)
     if not job.checkpointing and not fit.trains(
         shape, replace(job, micro_tokens=min(least, job.micro_tokens))
     ):
         job = replace(job, checkpointing=True)
-    while job.micro_tokens // 2 >= least and not fit.trains(shape, job):
-        job = replace(job, micro_tokens=job.micro_tokens // 2)
-    return job
+    if fit.trains(shape, job):
+        return job
+    return replace(job, micro_tokens=fit.largest_micro(shape, job, most=MICRO_TOKENS) or job.micro_tokens)
 
 
 def _engine_gpus(asked: SizingRequest, share: float) -> int:

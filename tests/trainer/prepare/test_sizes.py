@@ -96,8 +96,8 @@ def test_the_batch_is_what_fits_into_the_cache_of_its_expected_length() -> None:
 def test_what_is_chosen_fits_and_reserved_engines_are_never_left_out(
     shape: ModelShape, gpus: int, nodes: int, gb: float, each: int, reserved: int
 ) -> None:
-    chosen = sizes.choose(asked(shape, gpus, nodes, gb))
-    assert (chosen.engine_gpus, chosen.reserved) == (each, reserved)
+    chosen = sizes.choose(asked(shape, gpus, nodes, gb, node_gb=6000.0))
+    assert (chosen.engine_gpus, chosen.reserved_gpus, chosen.reserved) == (each, each, reserved)
     job = TrainJob(
         gpus * nodes,
         gb,
@@ -117,6 +117,66 @@ def test_what_is_chosen_fits_and_reserved_engines_are_never_left_out(
     assert 8 <= chosen.max_batch <= 512
 
 
+FOURTEEN = ModelShape(14_800_000_000, 40, 5120, 17408, 151936, 40, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "node_gb", "each", "reserved"),
+    [
+        (FOURTEEN, 1, 2000.0, 1, 8),
+        (FOURTEEN, 1, 1024.0, 2, 4),  # 8 of them want 1.4 TB
+        (FOURTEEN, 1, 0.0, 2, 4),  # nothing is known: 1.6 x 8 x 80 GB
+        (FOURTEEN, 1, 780.0, 8, 1),
+        (LARGE, 2, 1024.0, 8, 2),
+    ],
+)
+def test_reserved_engines_are_wider_and_then_fewer_until_a_node_s_host_memory_holds_them(
+    shape: ModelShape, nodes: int, node_gb: float, each: int, reserved: int
+) -> None:
+    chosen = sizes.choose(asked(shape, 8, nodes, node_gb=node_gb))
+    assert (chosen.reserved_gpus, chosen.reserved) == (each, reserved)
+    assert bool(chosen.why_reserved) == (chosen.reserved_gpus > chosen.engine_gpus)
+    job = TrainJob(
+        8 * nodes,
+        80.0,
+        chosen.micro_tokens,
+        chosen.checkpointing,
+        shape.parameters,
+        False,
+        True,
+        chosen.share,
+        chosen.engine_gpus,
+        chosen.reserved_gpus,
+        longest=8704,
+        head_chunk=1024,
+        per_node=8,
+        reserved_workers=chosen.reserved,
+    )
+    assert fit.problem(shape, job) == ("", "")
+    there = node_gb or 1024.0
+    assert fit.asked_gib(shape, job) * 2**30 <= there * 1e9, "and what train.sbatch asks for is there"
+    assert fit.host_problem(shape, job, there) == ("", "")
+    narrower = replace(job, reserved_gpus=1, reserved_workers=8 * nodes)
+    cause, remedy = fit.host_problem(shape, narrower, there)
+    assert bool(cause) == (each > 1)
+    if cause:
+        found = fit.reserved_within(shape, narrower, there)
+        assert found is not None
+        assert f"reserved.gpus_per_engine = {found[0]}, reserved.workers = {found[1]}" in remedy
+
+
+def test_what_does_not_fit_names_adapters_for_the_gpus_that_there_are() -> None:
+    """A user of 8 GPUs who is told of 16 needs another way; lowering the micro-batch, which does not help, is not named."""
+    job = TrainJob(8, 80.0, 16384, True, LARGE.parameters, False, True, 0.9, 2, 2, 8704, 1024)
+    cause, remedy = fit.problem(LARGE, job)
+    assert "a micro-batch does not fit" in cause
+    assert "this fits: GPUs = 16; on these GPUs: lora.rank = 16" in remedy
+    assert "micro_batch_tokens" not in remedy
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    tried = replace(job, lora_rank=16, targets=targets, trained=LARGE.adapters(16, targets))
+    assert fit.trains(LARGE, tried)
+
+
 @pytest.mark.parametrize(("gpus", "nodes", "gb"), [(2, 1, 80.0), (1, 1, 48.0), (3, 1, 80.0), (0, 1, 80.0)])
 def test_where_nothing_fits_the_run_still_has_a_reserved_engine_on_the_gpus_of_a_node(
     gpus: int, nodes: int, gb: float
@@ -133,10 +193,11 @@ def test_an_engine_gets_only_as_many_gpus_as_its_attention_heads_can_be_cut_into
     )
 
 
-def test_a_small_gpu_gets_a_smaller_micro_batch_down_to_the_longest_sample() -> None:
+def test_a_small_gpu_gets_the_largest_micro_batch_that_fits() -> None:
     tight = asked(EIGHT, gpus=8, nodes=1, gb=30.0)
-    assert sizes.choose(tight).micro_tokens == 16384, "half of it would not hold the longest sample"
-    assert sizes.choose(replace(tight, context=4096, completion=3584)).micro_tokens < 16384
+    assert sizes.choose(tight).micro_tokens == 12288, "half of 16,384 would not hold the longest sample"
+    smaller = sizes.choose(replace(tight, gpu_gb=27.0)).micro_tokens
+    assert smaller == 16384, "not even the longest sample fits: the check says so"
 
 
 def test_an_engine_s_cpus_and_memory_grow_with_the_model_and_its_gpus() -> None:
@@ -201,7 +262,13 @@ def test_a_draft_runs_vllm_with_completions_of_8k_and_says_where_each_number_com
         8192,
         8192 + 192,
     )
-    assert (config.run.gpus_per_engine, config.reserved.gpus_per_engine, config.reserved.workers) == (2, 2, 8)
+    assert (config.run.gpus_per_engine, config.reserved.gpus_per_engine, config.reserved.workers) == (2, 8, 2)
+    why = re.search(
+        r"# 8 engines of 2 GPUs want ([\d,]+) GB .* of 1,024: asleep, each keeps its weights there\nworkers = 2 ",
+        text,
+    )
+    assert why is not None
+    assert 1_400 < int(why[1].replace(",", "")) < 1_700
     cache = engines.of_gpus(LARGE, 2, 80.0, config.engine.gpu_memory_share)
     assert config.engine.max_batch == engines.batch(cache, 192 + 4096, 512)
     assert (
@@ -249,7 +316,13 @@ def test_the_engine_and_the_memory_of_a_gpu_are_what_was_said_or_assumed_and_tha
     _, gb, said = made("c", "--gpus=2", "--slurm-gpu=a100,l40s")
     assert gb == 40
     assert "as Slurm names its GPUs there" in said
-    assert made("d", "--gpus=2", "--slurm-gpu=strange")[1] == 80
+    _, gb, said = made("d", "--gpus=2", "--slurm-gpu=strange")
+    assert gb == 80
+    assert "256 GB of host memory a node; --mem=" in said
+    said = made("h", "--gpus=2", "--slurm-memory-mb=515000")[2]
+    assert "540 GB of host memory a node; --mem=" in said
+    assert "the smallest node of that partition, as Slurm says" in said
+    assert "host memory a node" not in made("i", "--gpus=2", "--node-memory-gb=400")[2]
     assert made("e", "--gpus=2", "--gpu=H200", "--gpu-memory-gb=12")[1] == 12
     assert made("f", "--gpus=0")[0] == "reference"
     assert made("g", "--gpus=0", "--engine=vllm")[0] == "vllm"
