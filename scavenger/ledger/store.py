@@ -222,14 +222,18 @@ def _sqlite_engine(uri: str, *, writes: bool, most_s: float | None = None) -> sa
         connection = sqlite3.connect(
             uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
-        if writes:
-            connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # heard only while the file is empty
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute(
-                "PRAGMA synchronous=FULL"
-            )  # a commit outlives the operating system, not only the process
-            connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
-        connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
+        try:
+            if writes:
+                connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # heard only while the file is empty
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute(
+                    "PRAGMA synchronous=FULL"
+                )  # a commit outlives the operating system, not only the process
+                connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
+            connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
+        except BaseException:
+            connection.close()  # its file is no database, or locked
+            raise
         return connection
 
     engine = sa.create_engine("sqlite://", creator=connect, poolclass=NullPool)

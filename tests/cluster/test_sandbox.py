@@ -26,6 +26,7 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from tests import slurm_faults
 from tests.clusters import unfinished, wait_for
+from trainer import mpi_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEPER = "#!/bin/bash\nsetsid sleep 4321 &\nsrun sleep 4321\n"
@@ -167,6 +168,9 @@ def test_our_count_of_rpcs_is_the_controllers_own_and_jobs_cost_none(
 def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     out = tmp_path / "out"
+    installed = mpi_settings.library(
+        subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    )
     program = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(c.allreduce(c.rank + 1), c.size)"
     script = f"#!/bin/bash\nsrun --mpi=pmix {sys.executable} -c '{program}'\n"
     cluster = SlurmCluster(slurm_sandbox.env)
@@ -179,7 +183,7 @@ def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_p
             gpus=4,
             tasks=2,
             output=str(out),
-            environment={"OMPI_MCA_btl": "self,tcp"},
+            environment=dict(mpi_settings.candidates(installed)[0].environ),
         )
     )
     wait_for("the job is over", lambda: job_id not in unfinished(cluster.view()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -133,7 +134,8 @@ def test_what_is_no_backup_is_refused_and_replaces_nothing(sqlite_url: str, tmp_
     written(sqlite_url, everything())
     garbage, empty = tmp_path / "garbage", tmp_path / "empty"
     garbage.write_bytes(b"not a database" * 1000)
-    sqlite3.connect(empty).execute("CREATE TABLE t (x)")
+    with contextlib.closing(sqlite3.connect(empty)) as connection:
+        connection.execute("CREATE TABLE t (x)")
     for wrong in (garbage, empty, tmp_path / "nowhere"):
         with pytest.raises(LedgerError, match="backup"):
             restored(sqlite_url, wrong)

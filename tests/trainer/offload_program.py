@@ -74,7 +74,7 @@ def main(model: str, out: str) -> None:
         assert all(torch.equal(stayed[name], went[name]) for name in stayed), kind
         files = [
             {
-                key: value
+                (file.name, key): value
                 for file in (folder / f"{kind}-{mode}").glob("*.safetensors")
                 for key, value in load_file(file).items()
             }

@@ -119,7 +119,7 @@ class LengthTable:
         above += [self.score(length) for length in group.running if length > self.edges[0]]
         if not slope or not (known or above):
             return Belief()
-        total, count, mean, precision, exp, erfc = sum(known), len(known), 0.0, 1.0, math.exp, math.erfc
+        total, count, mean, precision, exp, erfc = _in_order(known), len(known), 0.0, 1.0, math.exp, math.erfc
         for _ in range(6):
             pull, information = (total - count * share * mean) / noise, float(count)
             middle = share * mean
@@ -177,6 +177,14 @@ class LengthTable:
                 length = math.exp(start + (score - low) / (scores[at] - low) * (logs[at] - start))
             total += length if length > least else least
         return min(float(self.cap), total / 3)
+
+
+def _in_order(values: Sequence[float]) -> float:
+    """Their sum, rounded at each one, as `lengths_of_step` adds up many groups: Python's own sum rounds once since 3.12."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 class LengthForecast:
