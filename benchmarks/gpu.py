@@ -461,6 +461,9 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of an earlier run. Ends with a message where there are none."""
+    if not path.is_file():
+        raise SystemExit(f"error: there is no {path}: a run writes it (--out)")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 

@@ -191,3 +191,8 @@ def test_every_part_works_on_a_gpu_with_tiny_sizes(tmp_path: Path) -> None:
         timeout=230,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_table_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: there is no .*missing\.jsonl: a run writes it"):
+        gpu.main(["--table", str(tmp_path / "missing.jsonl")])

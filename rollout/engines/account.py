@@ -339,9 +339,10 @@ def opened(environ: Mapping[str, str], gpu: int, who: str) -> Account:
     return Cuda(gpu, who) if torch.cuda.is_available() else Uncounted()
 
 
-def of_engine(environ: Mapping[str, str]) -> Account:
-    """Of a reserved engine: its launcher says which one it is, and on how many GPUs it computes. Its first one stands for all."""
+def of_engine(environ: Mapping[str, str]) -> tuple[Account, ...]:
+    """Of a reserved engine, one for each of its GPUs: its launcher says which engine it is, and on how many it computes."""
     slot = environ.get("SCAVENGER_SLOT", "0")
-    each = environ.get("SCAVENGER_GPUS", "1")
-    gpu = int(slot) * int(each) if slot.isdigit() and each.isdigit() else 0
-    return opened(environ, gpu, f"engine {slot}")
+    words = environ.get("SCAVENGER_GPUS", "1")
+    each = int(words) if words.isdigit() and int(words) else 1
+    first = int(slot) * each if slot.isdigit() else 0
+    return tuple(opened(environ, first + number, f"engine {slot}") for number in range(each))

@@ -43,7 +43,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> ReferenceEngine:
     """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = account.of_engine(os.environ) if host.sleeps else None  # it shares it with a trainer
+    gpu = account.of_engine(os.environ)[0] if host.sleeps else None  # it shares it with a trainer
     try:
         decoder = await asyncio.get_running_loop().run_in_executor(
             executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu)

@@ -98,7 +98,10 @@ def test_nothing_is_counted_where_there_is_neither_a_gpu_nor_a_file() -> None:
         assert (found.own(), found.of_other_processes(), found.table(), found.counts) == (0, 0, (), False)
 
 
-def test_an_engine_s_gpu_is_the_first_of_those_that_its_slot_has(path: Path) -> None:
-    one = account.of_engine({account.VARIABLE: str(path), "SCAVENGER_SLOT": "2", "SCAVENGER_GPUS": "4"})
-    one.take("weights", 10)
-    assert [(row.gpu, row.who) for row in one.table()] == [(8, "engine 2")]
+def test_an_engine_s_gpus_are_those_that_its_slot_has(path: Path) -> None:
+    gpus = account.of_engine({account.VARIABLE: str(path), "SCAVENGER_SLOT": "2", "SCAVENGER_GPUS": "4"})
+    for number, gpu in enumerate(gpus):
+        gpu.take("weights", 10 + number)
+    held = [(row.gpu, row.who, row.nbytes) for row in gpus[0].table()]
+    assert held == [(8, "engine 2", 10), (9, "engine 2", 11), (10, "engine 2", 12), (11, "engine 2", 13)]
+    assert [gpu.own() for gpu in gpus] == [10, 11, 12, 13]

@@ -196,6 +196,40 @@ def test_a_reserved_reference_engine_finds_its_weights_again_or_ends(damage: boo
     asyncio.run(main())
 
 
+def test_each_rank_of_an_engine_takes_its_part_of_its_own_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of two GPUs: that of the second rank has no room for what only that rank takes."""
+
+    class Wide(Llm):
+        engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[])))
+
+        async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+            if name == "scavenger_bytes_taken":
+                return [{"weights": 300}, {"weights": 500}]
+            return await super().collective_rpc(name, _timeout, args)
+
+    path = account.create(tmp_path / "gpu", 1000)
+    monkeypatch.setenv(account.VARIABLE, str(path))
+    monkeypatch.setenv("SCAVENGER_SLOT", "1")
+    monkeypatch.setenv("SCAVENGER_GPUS", "2")
+    rank = account.Shared(path, 3, "rank 3")
+
+    async def main() -> None:
+        engine = engine_of(Wide(), EngineHost("run", gpus=2, sleeps=True))
+        await engine.prepare()
+        assert [(row.gpu, row.nbytes) for row in rank.table()] == [(2, 300), (3, 500)]
+        assert await engine.bytes_held() == 800
+        await engine.sleep()
+        rank.take("weights", 600)
+        with pytest.raises(
+            EngineError, match=r"(?s)the GPU's memory is not free: GPU 3 .*rank 3 .*= weights 600"
+        ):
+            await engine.wake()
+
+    asyncio.run(main())
+
+
 def test_the_account_of_a_shared_gpu_has_what_it_takes_awake_and_nothing_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

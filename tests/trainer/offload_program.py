@@ -21,9 +21,9 @@ from trainer.algorithms.rows import resolve
 from trainer.checkpoint.saving import Saver
 from trainer.data.batching import balanced
 from trainer.loop.comm import connect, disconnect, join
-from trainer.model import offload
 from trainer.model.learner import Learner
 from trainer.model.memory import RankGpu
+from trainer.model.sharding import local_of
 
 
 def main(model: str, out: str) -> None:
@@ -64,10 +64,7 @@ def main(model: str, out: str) -> None:
             saver.begin(learner.state(), path)
             saver.wait()
             learner.state_to_load()
-            found[mode] = (
-                said,
-                {name: offload.local_of(value).clone() for name, value in learner.state().items()},
-            )
+            found[mode] = (said, {name: local_of(value).clone() for name, value in learner.state().items()})
             assert all(isinstance(value, DTensor) for value in learner.state().values())
         (said, stayed), (again, went) = found["never"], found["always"]
         assert said == again, kind

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from scavenger.errors import ConfigError, RewardError
+from trainer.algorithms import rewards
 from trainer.algorithms.rewards import RewardRunner
 
 FUNCTIONS = """
@@ -314,3 +316,22 @@ def test_a_module_is_found_in_the_run_s_folder_with_its_neighbours_and_hides_no_
         RewardRunner("no_such_module:f", timeout_s=10.0, retries=0, folder=tmp_path),
     ):
         pass
+
+
+def test_a_process_that_the_kernel_cannot_end_yet_delays_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for a shared folder that hangs, where SIGKILL waits too. In place of such a folder: a wait that does not end."""
+    monkeypatch.setattr(rewards, "ENDING_S", 0.05)
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    def waits(timeout: float | None = None) -> int:
+        assert timeout is not None, "a wait without a bound"
+        raise subprocess.TimeoutExpired("sleep", timeout)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "wait", waits)
+            assert rewards._end(process, "SCAVENGER_NO_SUCH_MARK=1") == -signal.SIGKILL
+    finally:
+        process.wait()

@@ -437,7 +437,12 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> int:
     """
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            process.wait(ENDING_S)
+        except (
+            subprocess.TimeoutExpired
+        ):  # the kernel ends it when the device answers that it waits for: a folder that hangs
+            return -signal.SIGKILL
         until = time.monotonic() + ENDING_S
         while (
             left := _marked(mark)

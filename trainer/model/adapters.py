@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from rollout.engines import lora
 from scavenger.config import LoraSection
 from scavenger.errors import ConfigError, WeightsError
+from trainer.model.sharding import local_of
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
@@ -219,7 +220,7 @@ def stored_dtype(folder: Path) -> str:
 
 def own(parameter: Tensor) -> Tensor:
     """The rows of a parameter that this rank has, without gradients."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    return local_of(parameter).detach()
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.mesh import Mesh, divide
 from trainer.model.offload import Offload
 from trainer.model.replay import Replay
-from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
+from trainer.model.sharding import EXACT_BELOW, compute_dtype, local_of, reshard, shard
 
 DEFAULTS = TrainerSection()
 ALL_WEIGHTS = LoraSection()
@@ -344,7 +344,11 @@ class Learner:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.deterministic:
             largest = max(
-                (float(_local(gradient).abs().max()) for gradient in gradients if _local(gradient).numel()),
+                (
+                    float(local_of(gradient).abs().max())
+                    for gradient in gradients
+                    if local_of(gradient).numel()
+                ),
                 default=0.0,
             )
             if largest >= EXACT_BELOW / 2:
@@ -464,10 +468,6 @@ class Learner:
 def _short_row() -> TrainRow:
     """One token that asks for one."""
     return TrainRow(-1, bytes(4), bytes(4), bytes(4), 0.0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:

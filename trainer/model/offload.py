@@ -30,7 +30,7 @@ from scavenger.sizing import training as sizing
 from scavenger.sizing.training import USABLE, Mode
 from scavenger.weights.memory import Buffer
 from trainer.model.pinned import Pins, cuda_pins
-from trainer.model.sharding import gather_after, layers
+from trainer.model.sharding import gather_after, layers, local_of
 
 #: Copies begin at multiples of this.
 _ALIGN = 512
@@ -84,11 +84,6 @@ class _Unit:
     parameters: list[nn.Parameter] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
     event: Any = None
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 #: Gradients of a deterministic run are multiples of this; sums stay exact below QUANTUM * 2^53.
@@ -28,6 +29,11 @@ EXACT_BELOW = QUANTUM * 2.0**53
 _ROUNDER = 1.5 * 2.0**52 * QUANTUM
 #: The newer name first: torch 2.13 warns about the older one, 2.11 has only that.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def quantise_(gradients: Tensor) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from scavenger.weights import shards
 from trainer.model.mesh import Mesh
-from trainer.model.tensor_parallel import local_of, side_of
+from trainer.model.sharding import local_of
+from trainer.model.tensor_parallel import side_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from scavenger.errors import ConfigError
 from trainer.model import head
 from trainer.model.crossing import Entrance, entering, gathered, leaving, split
 from trainer.model.mesh import Mesh, check_slices
+from trainer.model.sharding import local_of
 
 _REMEDY = "set trainer.tensor_parallel = 1"
 _PLAIN = "replicated"
@@ -315,11 +316,6 @@ def side_of(value: Any) -> int | None:
     """Which side of a parameter (a DTensor) is cut over the tensor group; None = it is whole on each rank."""
     placement = value.placements[-1]
     return placement.dim if isinstance(placement, Shard) else None
-
-
-def local_of(value: Tensor) -> Tensor:
-    """This rank's part."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()

@@ -165,9 +165,9 @@ class VllmEngine:
         self._wipes = 0
         self._usable = False
         self._asleep = False
-        # Where a file stands for the GPU: what this engine takes of it, awake.
-        self._gpu = account.of_engine(os.environ) if host.sleeps else account.Uncounted()
-        self._taken: dict[str, int] = {}
+        # Where a file stands for the GPUs: what each rank of this engine takes of its own, awake.
+        self._gpus = account.of_engine(os.environ) if host.sleeps else (account.Uncounted(),)
+        self._taken: list[dict[str, int]] = []
         self._pending: PendingWeights | None = None  # arrived while asleep
         self._routing_lock = asyncio.Lock()
         self._routes: Routed = {}  # by the name that a request has here
@@ -184,8 +184,8 @@ class VllmEngine:
             self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace, self._spec.routing))
         )
         await self._divide()
-        if self._gpu.counts:
-            (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
+        if self._gpus[0].counts:
+            self._taken = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
             self._hold(self._taken)
 
     async def _divide(self) -> None:
@@ -209,7 +209,7 @@ class VllmEngine:
             self._layout.vocab_size,
             self._host.gpus,
             cache_tokens=held,
-            gpu_nbytes=self._gpu.capacity or _gpu_nbytes(),
+            gpu_nbytes=self._gpus[0].capacity if self._gpus[0].counts else _gpu_nbytes(),
         )
 
     # ------------------------------------------------------------ weights
@@ -427,13 +427,14 @@ class VllmEngine:
         self._asleep = True
         async with self._weights_lock:
             await self._call(self._llm.sleep(level=1))
-        self._hold(dict.fromkeys(self._taken, 0))
+        self._hold([dict.fromkeys(taken, 0) for taken in self._taken])
 
-    def _hold(self, taken: Mapping[str, int]) -> None:
-        """Raises `EngineError` where the GPU has not so much left."""
+    def _hold(self, taken: Sequence[Mapping[str, int]]) -> None:
+        """Of each rank's GPU. Raises `EngineError` where one has not so much left."""
         try:
-            for purpose, nbytes in taken.items():
-                self._gpu.hold(purpose, nbytes)
+            for gpu, of_rank in zip(self._gpus, taken, strict=bool(taken)):  # empty: nothing is counted
+                for purpose, nbytes in of_rank.items():
+                    gpu.hold(purpose, nbytes)
         except account.OverCapacity as error:
             raise EngineError("the GPU's memory is not free", quoted=str(error)) from error
 
@@ -470,8 +471,8 @@ class VllmEngine:
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     async def bytes_held(self) -> int:
-        if self._gpu.counts:
-            return self._gpu.own()
+        if self._gpus[0].counts:
+            return sum(gpu.own() for gpu in self._gpus)
         return sum(await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S)))
 
     def progress(self) -> int:
