@@ -187,7 +187,9 @@ def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_p
         )
     )
     wait_for("the job is over", lambda: job_id not in unfinished(cluster.view()))
-    assert out.read_text().splitlines() == ["3 2", "3 2"]
+    printed = out.read_text().splitlines()
+    # Open MPI 5 notes there that TCP reaches nobody where it finds shared memory.
+    assert [line for line in printed if not line.startswith("[")] == ["3 2", "3 2"]
 
 
 def test_no_slurm_commands_on_path_is_an_error_with_its_remedy() -> None:
