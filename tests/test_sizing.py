@@ -175,6 +175,21 @@ def test_a_node_s_host_holds_states_versions_and_reserved_engines() -> None:
     assert phases.reserved_on_node(few) == 1, "one on each node"
 
 
+def test_a_reference_engine_is_counted_by_what_it_takes() -> None:
+    """0.6B, 64 samples of 9,216 tokens in slots of 28 layers x 2 x 8 heads x 128 x 2 bytes: more than an 80 GB GPU beside nothing."""
+    small = MODELS["0.6B"]
+    taken = engine.reference_nbytes(small, 64, 9216, 2)
+    assert taken == 2 * small.parameters + 64 * 9216 * 28 * 2 * 8 * 128 * 2
+    asked = job(small, ranks=1, engine="reference", engine_share=taken / (80 * GB))
+    rows = phases.table(small, asked)
+    assert phases.device_nbytes(rows, "generate") >= taken - 1
+    assert fit.problem(small, asked) == ("", "")
+    for changed in ({"engine_share": 3 * taken / (80 * GB)}, {"offload": "never", "ranks": 1}):
+        cause, remedy = fit.problem(small, replace(asked, **({"engine_share": 0.9} | changed)))
+        assert "a reference engine takes" in cause
+        assert "lower engine.max_batch" in remedy
+
+
 def test_a_soft_cap_holds_one_more_matrix_of_a_chunk_s_logits() -> None:
     """`trainer.model.head`: logits, their gradient, and the slope of the tanh."""
     plain = MODELS["8B"]

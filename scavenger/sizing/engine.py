@@ -92,6 +92,11 @@ def weight_nbytes(shape: ModelShape, gpus: int, value_nbytes: int = CACHED_NBYTE
     return int(value_nbytes * (cut / gpus + share + norms + routers))
 
 
+def reference_nbytes(shape: ModelShape, batch: int, context: int, value_nbytes: int) -> int:
+    """What a reference engine takes of its one GPU: weights, and a slot of the whole context for each sample of its batch."""
+    return value_nbytes * shape.parameters + batch * context * token_nbytes(shape, 1, value_nbytes)
+
+
 def gpu_gb(kind: str) -> float:
     """Gigabytes of a GPU of this type, as Slurm's GRES or a user names it; 0 = not known."""
     name = kind.lower()

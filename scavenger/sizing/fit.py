@@ -90,6 +90,8 @@ def _this_fits(shape: ModelShape, job: TrainJob) -> str:
 
 def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[str, str]:
     engine = job.engine_share * job.gpu_gb
+    if job.engine != "vllm":
+        return _reference_problem(job, asks, engine)
     if asks.engine > _WEIGHTS_SHARE * engine:
         return (
             f"an engine's weights take {asks.engine:.1f} GB of each of its {job.engine_gpus} GPUs, of which it may have "
@@ -118,6 +120,18 @@ def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> 
             'set trainer.offload = "auto", or train on more GPUs: a run is never without a reserved engine',
         )
     return "", ""
+
+
+def _reference_problem(job: TrainJob, asks: Need, engine: float) -> tuple[str, str]:
+    beside = asks.states if job.offload == "never" and job.reserved else 0.0
+    if engine + beside <= asks.usable:
+        return "", ""
+    stay = f" beside {beside:.1f} GB of training state that stay" if beside else ""
+    return (
+        f"a reference engine takes {engine:.1f} GB of its GPU (weights, and the whole context for each sample of engine.max_batch), "
+        f"of which {asks.usable:.1f} GB are usable{stay}",
+        'lower engine.max_batch or model.context_length, or set engine.name = "vllm"',
+    )
 
 
 def cache_problem(shape: ModelShape, job: TrainJob, context: int) -> tuple[str, str]:

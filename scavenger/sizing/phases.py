@@ -124,7 +124,7 @@ def _engine_host(shape: ModelShape, job: TrainJob, phase: str) -> int:
         return 0
     version = published(shape, job)
     asleep = version.nbytes if phase != "generate" else 0
-    each = (engines.engine_host_mb(version, "vllm", job.reserved_gpus) << 20) + asleep
+    each = (engines.engine_host_mb(version, job.engine, job.reserved_gpus) << 20) + asleep
     return each * reserved_on_node(job) // job.node_ranks
 
 

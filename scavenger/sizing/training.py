@@ -36,6 +36,7 @@ class TrainJob:
     `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold. `replicas`: of the model, over the `ranks`. `context`: ranks
     that share each sample's tokens. `tensor`: ranks that cut each layer. `sample_tokens`: of the longest sample that an engine must hold
     (`model.context_length`), whatever is trained of it at once; 0: not known. `published`: bytes of a published value (`weights.dtype`).
+    `engine`: `engine.name`; of a reference engine `engine_share` is what it takes by itself.
     """
 
     ranks: int
@@ -63,6 +64,7 @@ class TrainJob:
     sample_tokens: int = 0
     tensor: int = 1
     published: int = 2
+    engine: str = "vllm"
 
     @property
     def computed_tokens(self) -> int:

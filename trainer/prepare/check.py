@@ -403,8 +403,8 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         trainer.activation_checkpointing,
         shape.adapters(lora.rank, lora.targets) if lora.rank else shape.parameters,
         reference and not lora.rank,
-        bool(config.reserved.workers) and config.engine.name == "vllm",
-        config.engine.gpu_memory_share,
+        bool(config.reserved.workers),
+        _engine_share(config, shape, gpus.gb),
         config.run.engine_gpus,
         config.reserved.gpus_per_engine,
         longest * (config.data.samples_per_prompt if exact else 1),
@@ -421,7 +421,19 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         tensor=trainer.tensor_parallel,
         sample_tokens=config.model.context_length,
         published=manifest.ITEMSIZE[config.weights.dtype],
+        engine=config.engine.name,
     )
+
+
+def _engine_share(config: RunConfig, shape: ModelShape, gpu_gb: float) -> float:
+    """Of a GPU: what vLLM is given, or what a reference engine will take."""
+    if config.engine.name == "vllm":
+        return config.engine.gpu_memory_share
+    value_nbytes = 8 if config.run.deterministic else 2  # bfloat16 on a GPU
+    wanted = engine_sizes.reference_nbytes(
+        shape, config.engine.max_batch, config.model.context_length, value_nbytes
+    )
+    return wanted / (gpu_gb * GB) if gpu_gb else 0.0
 
 
 def _told(shape: ModelShape, job: TrainJob, gpus: RequestedGpus) -> str:
