@@ -1,4 +1,5 @@
-"""Runs small enough for a CPU whose memory is measured and predicted: dense, with experts, full and LoRA, on 1 to 8 ranks."""
+"""Runs small enough for a CPU whose memory is measured and predicted: dense, with experts, full and LoRA, on 1 to 8 ranks that cut layers,
+share samples or hold replicas."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ def config(model_type: str, **more: Any) -> dict[str, Any]:
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "decoder_sparse_step": 1}
 QWEN = config("qwen3", tie_word_embeddings=True)
 LLAMA = config("llama")
+WIDE = config("qwen3", num_key_value_heads=8)
 MOE = config("qwen3_moe", **EXPERTS)
 
 
@@ -49,6 +51,8 @@ class Case:
     rows: int = 1
     padded: bool = False
     tensor: int = 1
+    replicas: int = 1
+    context: int = 1
 
     @property
     def exact(self) -> bool:
@@ -79,6 +83,8 @@ class Case:
             master=8 if self.exact else 4,
             flash=False,
             tensor=self.tensor,
+            replicas=self.replicas,
+            context=self.context,
         )
 
 
@@ -90,6 +96,11 @@ CASES = {
     "dense, 8 ranks, recomputed": Case(QWEN, 8, 1024, recompute=True),
     "dense, 8 ranks, layers cut": Case(QWEN, 8, 512, tensor=2),
     "dense, layers cut, recomputed": Case(LLAMA, 2, 1024, recompute=True, tensor=2),
+    "dense, layers cut in 4": Case(WIDE, 8, 512, tensor=4),
+    "dense, layers cut in 8": Case(WIDE, 8, 512, tensor=8),
+    "dense, two replicas": Case(QWEN, 8, 512, replicas=2),
+    "dense, two replicas, layers cut": Case(QWEN, 8, 512, tensor=2, replicas=2),
+    "dense, samples shared by 2": Case(QWEN, 8, 512, context=2),
     "dense, several samples": Case(LLAMA, 2, 512, 4, rows=4),
     "dense, padded": Case(QWEN, 1, 512, 4, rows=4, padded=True),
     "dense, deterministic": Case(LLAMA, 2, 256, 8, head_chunk=0, rows=2, padded=True),
@@ -107,6 +118,9 @@ CASES = {
     "experts": Case(MOE, 1, 512),
     "experts, 8 ranks, few tokens": Case(MOE, 8, 16, 4),
     "experts, 8 ranks, recomputed": Case(MOE, 8, 512, recompute=True),
+    "experts, layers cut": Case(MOE, 8, 512, tensor=2),
+    "experts, layers cut in 8": Case(MOE | {"num_key_value_heads": 8}, 8, 512, tensor=8),
+    "experts, two replicas": Case(MOE, 8, 256, replicas=2),
     "experts, some layers": Case(MOE | {"mlp_only_layers": [0, 1]}, 4, 256, 4),
     "experts, LoRA": Case(MOE, 8, 256, lora_rank=8, targets=("q_proj", "v_proj")),
 }

@@ -66,6 +66,10 @@ class Counted:
         self.most = self.own()
 
 
+class Unchecked(Learner):
+    def _check_packing(self) -> None: ...
+
+
 def write_model(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
@@ -75,14 +79,15 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def micro(case: Case) -> Micro:
-    """All rows together have the case's tokens."""
+    """All rows together have the case's tokens for each rank that shares them."""
+    all_tokens = case.tokens * case.context
     rows = []
     for number in range(case.rows):
-        answer = case.tokens // case.rows - PROMPT
+        answer = all_tokens // case.rows - PROMPT
         tokens = messages.pack_tokens([3 + place % 11 for place in range(PROMPT + answer)])
         logprobs = messages.pack_logprobs([-2.0] * answer)
         rows.append(TrainRow(number, tokens[: 4 * PROMPT], tokens[4 * PROMPT :], logprobs, 0.5))
-    return Micro(tuple(rows), case.tokens // case.rows if case.padded else 0)
+    return Micro(tuple(rows), all_tokens // case.rows if case.padded else 0)
 
 
 def measured(case: Case) -> dict[str, int]:
@@ -92,7 +97,9 @@ def measured(case: Case) -> dict[str, int]:
     mesh, gpu = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("data",)), Counted()
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), case.config)
-        learner = Learner(
+        # Ranks that share a sample compare their logprobs at the start, which no fake group can.
+        kind = Learner if case.context == 1 else Unchecked
+        learner = kind(
             Path(name),
             mesh,
             recipe=resolve(AlgorithmSection(kl_coef=0.1 if case.reference else 0.0), 8),
@@ -106,6 +113,8 @@ def measured(case: Case) -> dict[str, int]:
                 head_chunk_tokens=case.head_chunk,
                 packing=not case.padded,
                 tensor_parallel=case.tensor,
+                replicas=case.replicas,
+                context_parallel=case.context,
             ),
             lora=LoraSection(rank=case.lora_rank, targets=case.targets) if case.lora_rank else LoraSection(),
             gpu=RankGpu(gpu),

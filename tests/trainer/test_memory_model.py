@@ -38,7 +38,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=290,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
