@@ -24,6 +24,8 @@ from trainer.model.learner import Learner
 from trainer.model.memory import RankGpu
 
 ROOT = Path(__file__).resolve().parents[2]
+#: All cases take 45 s, and several times as long beside other work.
+pytestmark = pytest.mark.timeout(500)
 Measured = dict[str, dict[str, int]]
 
 
@@ -38,7 +40,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=450,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
