@@ -27,20 +27,24 @@ BASE = [
     "rich>=13.7",
     "sqlalchemy>=2.0.30",
     "structlog>=24",
-    "tokenizers>=0.19",
     "typer>=0.12",
     "xxhash>=3.4",
-    "zstandard>=0.22",
 ]
+# Token ids as text: scavenger/ledger/read/tokens.py, scavenger/gateway/prompts.py. It brings a client of a model hub.
+TEXT = ["tokenizers>=0.19"]
+# What pulls and publishes weights: scavenger/weights/delta.py.
+WEIGHTS = ["zstandard>=0.22"]
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py and scavenger/web/app.py. vLLM brings both.
-GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
+GATEWAY = [*TEXT, "starlette>=1.0", "uvicorn>=0.40"]
 # scavenger/observe/otlp.py. vLLM brings both.
 OTEL = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]
 # scavenger/top.
-TOP = ["textual>=6.0"]
+TOP = [*TEXT, "textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
+    *TEXT,
+    *WEIGHTS,
     "torch>=2.6",
     "transformers>=4.51",
     "mpi4py>=4.0",
@@ -50,6 +54,7 @@ TRAINER = [
 ]
 EXTRAS = {
     "trainer": TRAINER,
+    "text": TEXT,
     "parquet": PARQUET,
     "math": MATH,
     "lora": LORA,
@@ -62,7 +67,7 @@ EXTRAS = {
     # The client alone; the server, `mlflow`, is the site's.
     "mlflow": ["mlflow-skinny>=3"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
-    "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
+    "vllm": [*TEXT, *WEIGHTS, "vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
     # For trainer.episodes.worker, in an interpreter of its own (data.environment_python): it needs 100 other packages, and other versions

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from scavenger import config
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reader import SampleRow
-from scavenger.ledger.read.tokens import load_tokenizer
+from scavenger.ledger.read.tokens import Decoder, load_tokenizer
 from scavenger.printable import escaped, printable
 
 #: What samples are sorted by. One that has no such value comes last.
@@ -148,7 +146,7 @@ def lines(
         yield printable(_line(item))
 
 
-def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
+def describe(row: SampleRow, tokenizer: Decoder) -> dict[str, Any]:
     """Everything about one sample, as JSON has it."""
     return {
         "sample_id": row.sample_id,

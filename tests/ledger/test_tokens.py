@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,13 @@ def test_a_tokenizer_that_is_no_file_of_its_size_is_refused_at_once(tmp_path: Pa
             file.truncate(MOST_BYTES + 1)
     with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(str(path))
+
+
+def test_without_the_package_that_makes_text_ids_are_told_and_the_remedy_for_text(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken(url, tmp_path / "tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert show(url, 21) == "0 1 2\n"
+    with pytest.raises(ConfigError, match=r"tokenizers.*not installed(?s:.*)scavenger\[text\]"):
+        show(url, 21, "text")

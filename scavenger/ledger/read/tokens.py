@@ -9,10 +9,10 @@ import json
 import math
 import os
 import stat
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import sqlalchemy as sa
-from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
@@ -26,6 +26,12 @@ from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 Format = Literal["ids", "text", "json"]
 #: Of a tokenizer.json. The largest known have 35 MB.
 MOST_BYTES = 256 << 20
+
+
+class Decoder(Protocol):
+    """What is asked of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 def show(url: str, sample_id: int, format: Format = "ids") -> str:
@@ -87,8 +93,17 @@ _PLACE = (
 )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a run. Raises `ConfigError` when its file is gone, or is none: its path is the run's owner's to say."""
+def load_tokenizer(path: str) -> Decoder:
+    """The tokenizer of a run. Raises `ConfigError` when its file is gone, or is none: its path is the run's owner's to say; and without the
+    package `tokenizers`, which a daemon does not need.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the package tokenizers, which makes text of token ids, is not installed",
+            "pip install 'scavenger[text]'; or ask for ids: scavenger ledger tokens SAMPLE",
+        ) from error
     try:
         opened = os.open(
             path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -106,7 +121,8 @@ def load_tokenizer(path: str) -> Tokenizer:
                 "its run named something else; completions are kept as token ids",
             )
         with open(opened, "rb", closefd=False) as file:
-            return Tokenizer.from_buffer(file.read(MOST_BYTES))
+            found_there: Decoder = Tokenizer.from_buffer(file.read(MOST_BYTES))
+            return found_there
     finally:
         os.close(opened)
 
