@@ -42,7 +42,7 @@ from scavenger.protocol import keys
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     help="Idle GPUs of a Slurm cluster for LLM rollouts.",
 )
