@@ -29,6 +29,13 @@ def test_a_site_without_a_database_host_has_no_accounting() -> None:
     assert " dbd" not in hosts.hosts_file(site)
 
 
+@pytest.mark.parametrize(
+    ("release", "said"), [("22.05.8", "CgroupAutomount=no\n"), ("24.11.5", "CgroupPlugin=disabled\n")]
+)
+def test_each_release_of_slurm_is_told_in_its_words_to_leave_cgroups_alone(release: str, said: str) -> None:
+    assert hosts.cgroup_conf(release) == said
+
+
 def test_a_user_who_is_not_root_is_told_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

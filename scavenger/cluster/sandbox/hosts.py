@@ -150,6 +150,11 @@ def slurm_conf(site: Sequence[HostSpec] = SITE) -> str:
     )
 
 
+def cgroup_conf(release: str) -> str:
+    """`cgroup.conf` for this release of Slurm, without a use of cgroups: 22.05 knows no `disabled`, and needs none. Pure."""
+    return "CgroupAutomount=no\n" if release.startswith("22.") else "CgroupPlugin=disabled\n"
+
+
 def hosts_file(site: Iterable[HostSpec] = SITE) -> str:
     """`/etc/hosts` of every host. Pure."""
     return "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in site)
@@ -487,7 +492,7 @@ class SiteSandbox:
         self.shared.chmod(0o1777)
         (made / "slurm.conf").write_text(slurm_conf(self.site))
         (made / "gres.conf").write_text(f"Name=gpu Type=h100 File=/dev/scvgpu[0-{GPUS - 1}]\n")
-        (made / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+        (made / "cgroup.conf").write_text(cgroup_conf(self._slurm_release()))
         (made / "gpus.conf").write_text("".join(f"L /dev/scvgpu{i} - - - - /dev/null\n" for i in range(GPUS)))
         (made / "hosts").write_text(hosts_file(self.site))
         key = made / "munge.key"
@@ -504,6 +509,17 @@ class SiteSandbox:
     def _database(self) -> str:
         """The host of slurmdbd; "" = none."""
         return next((spec.name for spec in self.site if "slurmdbd" in spec.units), "")
+
+    def _slurm_release(self) -> str:
+        """Such as 24.11.5, of the image."""
+        argv = ["chroot", str(self.base), "slurmd", "-V"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise ClusterUnavailable(
+                f"the root file system {self.base} has no slurmd: {done.stderr.strip()}",
+                "make it anew: scripts/site-sandbox --remake",
+            )
+        return done.stdout.split()[-1]
 
     def _ids(self, user: str) -> tuple[int, int]:
         """User and group id of an account of the image."""
