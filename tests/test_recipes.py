@@ -1,0 +1,141 @@
+"""The recipes of examples/containers and examples/modules: what they copy, install and promise, and that both containers hold the same.
+
+They are read here, not built: an image has several GB, and its base comes from a registry.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTAINERFILE = ROOT / "examples/containers/Containerfile"
+DEFINITION = ROOT / "examples/containers/scavenger.def"
+MODULE = ROOT / "examples/modules/scavenger.lua"
+INSTRUCTIONS = {"ARG", "FROM", "RUN", "COPY", "ENV", "CMD"}
+SECTIONS = {"files", "post", "environment", "test", "runscript"}
+#: What `pip wheel` puts into dist/, as the recipes' heads say.
+WHEEL = "dist/scavenger-0-py3-none-any.whl"
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Name and arguments of each instruction; lines that end in a backslash are joined."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in joined)]
+
+
+def sections(text: str) -> dict[str, str]:
+    """Text of each section of an Apptainer definition by name; "": its head."""
+    found, name = {"": ""}, ""
+    for line in text.splitlines():
+        if line.startswith("%"):
+            name = line[1:].strip()
+            assert name not in found, f"%{name} stands twice"
+            found[name] = ""
+        elif not line.lstrip().startswith("#"):
+            found[name] += line + "\n"
+    return found
+
+
+def runs() -> dict[str, str]:
+    """Every shell text of both recipes."""
+    parts = sections(DEFINITION.read_text())
+    found = {f"%{name}": parts[name] for name in SECTIONS - {"files"}}
+    shells = [rest for name, rest in instructions(CONTAINERFILE.read_text()) if name == "RUN"]
+    return found | {f"RUN {number}": text for number, text in enumerate(shells)}
+
+
+def installed(text: str) -> set[str]:
+    """Packages of `apt-get install`."""
+    (words,) = re.findall(r"apt-get install (.*?)(?:&&|\n|$)", text)
+    return {word for word in shlex.split(words) if not word.startswith("-")}
+
+
+def extras(text: str) -> set[str]:
+    (named,) = re.findall(r"\[([a-z,]+)\]\"|^ARG EXTRAS=([a-z,]+)$", text, re.MULTILINE)
+    return set("".join(named).split(","))
+
+
+def known_extras() -> set[str]:
+    source = (ROOT / "setup.py").read_text()
+    return set(re.findall(r'^    "(\w+)": ', source[source.index("EXTRAS = {") :], re.MULTILINE))
+
+
+def copied() -> Iterator[tuple[str, str]]:
+    """(what, to where) of both recipes."""
+    for name, rest in instructions(CONTAINERFILE.read_text()):
+        if name == "COPY":
+            *sources, target = rest.split()
+            yield from ((source, target) for source in sources)
+    words = sections(DEFINITION.read_text())["files"].split()
+    yield from zip(words[::2], words[1::2], strict=True)
+
+
+def test_the_containerfile_has_known_instructions_in_their_order() -> None:
+    found = instructions(CONTAINERFILE.read_text())
+    names = [name for name, _ in found]
+    assert set(names) <= INSTRUCTIONS
+    assert names[: names.index("FROM")] == ["ARG"], "only ARG may stand before FROM"
+    assert names.count("CMD") == 1
+    assert "ADD" not in names
+    (cmd,) = [rest for name, rest in found if name == "CMD"]
+    assert cmd.startswith("["), "without a shell, so that signals reach the program"
+
+
+def test_the_definition_has_known_sections_and_a_base() -> None:
+    parts = sections(DEFINITION.read_text())
+    assert set(parts) == SECTIONS | {""}
+    head = dict(line.split(": ") for line in parts[""].splitlines() if line)
+    assert head == {"Bootstrap": "docker", "From": "debian:12-slim"}
+    assert parts["post"].lstrip().startswith("set -e"), "a step that failed ends the build"
+
+
+def test_both_recipes_make_the_same_image() -> None:
+    container, definition = CONTAINERFILE.read_text(), DEFINITION.read_text()
+    joined = " ".join(rest for name, rest in instructions(container) if name == "RUN")
+    assert installed(joined) == installed(sections(definition)["post"]) >= {"python3-venv", "openmpi-bin"}
+    assert extras(container) == extras(sections(definition)["post"]) == {"trainer", "vllm", "math"}
+    assert extras(container) <= known_extras()
+    assert "docker.io/library/debian:12-slim" in container
+
+
+def test_what_they_copy_is_there_and_lies_where_they_install_it_from() -> None:
+    found = list(copied())
+    assert {source for source, _ in found} == {"constraints.txt", "dist/scavenger-*.whl"}
+    for source, target in found:
+        assert fnmatch.fnmatch(WHEEL, source) or (ROOT / source).is_file(), source
+        assert target.startswith("/usr/src/scavenger")
+
+
+@pytest.mark.parametrize("name", sorted(runs()))
+def test_their_shell_is_sound(name: str) -> None:
+    text = runs()[name]
+    done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not re.search(r"\b(sudo|curl|wget)\b|apt-get upgrade|chmod 777", text)
+
+
+def test_a_misspelt_shell_would_be_found() -> None:
+    done = subprocess.run(["sh", "-n"], input="if true; fi", capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+
+
+def test_the_program_that_they_start_is_the_one_that_is_installed() -> None:
+    assert "scavenger = scavenger.cli.main:main" in (ROOT / "setup.py").read_text()
+    for path in (CONTAINERFILE, DEFINITION):
+        assert "/opt/scavenger/bin" in path.read_text()
+
+
+def test_the_module_says_where_the_environment_is_and_nothing_else_of_this_machine() -> None:
+    """That Lmod loads it: tests/system/test_deb.py."""
+    text = MODULE.read_text()
+    code = [line for line in text.splitlines() if line and not line.startswith("--")]
+    assert 'local base = "/opt/scavenger"' in code
+    assert 'prepend_path("PATH", pathJoin(base, "bin"))' in code
