@@ -1,0 +1,158 @@
+"""The commands of docs/install.md, typed as they stand, in a copy of the clone: with pip, uv and pipx, from a wheel.
+
+Those of the package are run by tests/system/test_deb.py, the clone's by every run of scripts/bootstrap and by scripts/slurm-matrix
+--quickstart. `/opt/scavenger` is a folder of the test's. uv and pipx come from the package index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+import scavenger
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+MAX_MB = 150
+HEADING = "With pip, uv or pipx"
+#: Blocks that this file runs, by their first words.
+WHEEL, PIP, TRAINING, UV, PIPX = range(5)
+
+
+def blocks(heading: str) -> list[str]:
+    section = re.split(rf"^## {heading}$", PAGE, flags=re.MULTILINE)[1].split("\n## ")[0]
+    return re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+def run(text: str, clone: Path, place: Path, **more: str) -> str:
+    """Run a block in bash, as a person types it, where nothing but the copy of the clone is of ours."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env |= {"HOME": str(place.parent), "XDG_CACHE_HOME": str(place.parent / "cache")} | more
+    done = subprocess.run(
+        ["bash", "-euc", text.replace("/opt/scavenger", str(place))],
+        cwd=clone,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the clone's files, with the wheel of the page's first command in dist/."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.split(b"\0")
+    for name in filter(None, map(os.fsdecode, listed)):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    run(blocks(HEADING)[WHEEL], folder, folder / "none/place")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of uv's and pipx's programs."""
+    folder = tmp_path_factory.mktemp("tools")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([folder / "bin/pip", "install", "--quiet", "uv", "pipx"], check=True, timeout=300)
+    return folder / "bin"
+
+
+def searched(tools: Path, *first: Path) -> str:
+    return os.pathsep.join([*map(str, first), str(tools), os.environ["PATH"]])
+
+
+def test_every_command_of_the_page_belongs_to_a_test() -> None:
+    assert len(blocks(HEADING)) == 5
+    assert len(blocks("Debian and Ubuntu")) == 3, "tests/system/test_deb.py runs them"
+    assert blocks("From a clone") == [
+        "./scripts/quickstart             # from a bare machine to a finished run, nothing asked\n"
+    ]
+    assert not [one for title in ("Containers", "An environment module") for one in blocks(title)]
+    named = set(re.findall(r"scavenger-([\d.]+)-py3", PAGE)) | set(re.findall(r"scavenger_([\d.]+)_", PAGE))
+    assert named == {scavenger.__version__}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_pip_installs_the_daemon_without_torch_and_under_150_mb(clone: Path, tmp_path: Path) -> None:
+    place = tmp_path / "opt"
+    base = blocks(HEADING)[PIP].replace("[top,web]", "").replace("venv ", "venv --without-pip ")
+    base = base.replace("/opt/scavenger/bin/pip", f"{sys.executable} -m pip --python /opt/scavenger")
+    began = time.monotonic()
+    said = run(base, clone, place)
+    took = time.monotonic() - began
+    assert scavenger.__version__ in said
+    assert "No broken requirements" in said
+    names = {path.name.split("-")[0] for path in place.glob("lib/python3*/site-packages/*.dist-info")}
+    assert "scavenger" in names
+    assert not {"torch", "transformers", "tokenizers"} & names
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file() and not path.is_symlink())
+    print(f"{size / 1e6:.0f} MB with bytecode, {took:.0f} s")
+    assert size < MAX_MB * 1e6
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_pip_installs_what_the_page_says(clone: Path, tmp_path: Path) -> None:
+    said = run(blocks(HEADING)[PIP], clone, tmp_path / "opt")
+    assert scavenger.__version__ in said
+    assert "No broken requirements" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_uv_installs_what_the_page_says(clone: Path, tools: Path, tmp_path: Path) -> None:
+    said = run(blocks(HEADING)[UV], clone, tmp_path / "opt", PATH=searched(tools))
+    assert said.strip() == scavenger.__version__
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_pipx_runs_it_and_installs_its_command(clone: Path, tools: Path, tmp_path: Path) -> None:
+    mine = {"PIPX_HOME": str(tmp_path / "pipx"), "PIPX_BIN_DIR": str(tmp_path / "bin")}
+    said = run(blocks(HEADING)[PIPX], clone, tmp_path / "opt", PATH=searched(tools, tmp_path / "bin"), **mine)
+    assert [line for line in said.splitlines() if line == scavenger.__version__] == [
+        scavenger.__version__
+    ] * 2
+    assert (tmp_path / "bin/scavenger").exists()
+
+
+@pytest.mark.long
+@pytest.mark.mpi
+@pytest.mark.timeout(1200)
+def test_the_wheel_plays_the_demo_without_a_clone(clone: Path, tmp_path: Path) -> None:
+    """Torch and what else training needs is this environment's: installed anew, it is a matter of gigabytes and of pip."""
+    place = tmp_path / "opt"
+    install, demo = blocks(HEADING)[TRAINING].splitlines()
+    assert install.endswith("[trainer,math]'")
+    run(
+        f"{sys.executable} -m venv --without-pip /opt/scavenger\n"
+        f"{sys.executable} -m pip --python /opt/scavenger install --no-deps dist/*.whl",
+        clone,
+        place,
+    )
+    (site,) = place.glob("lib/python3*/site-packages")
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    away = tmp_path / "away"
+    away.mkdir()
+    where = run(f"{place}/bin/python -c 'import scavenger, trainer; print(trainer.__file__)'", away, place)
+    assert Path(where.strip()).is_relative_to(site.resolve())
+    said = run(f"{demo} --steps 3 --out out", away, place)
+    assert (away / "out").is_dir()
+    print(said[-1500:])
+    assert "reward" in said
