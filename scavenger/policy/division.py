@@ -6,11 +6,11 @@
       on idle GPUs, or ones that come free --grants-->  engines
       on GPUs of a run that saves less     --moves-->   an engine leaves, another one starts
 
-A value is in GPU-seconds of the run's own that a harvested GPU saves in a second: saving * run_gpus / gpus, what `fleet_size.worth` weighs a
-start by. Summed over engines this is run_gpus * log(T(0) / T(n)), T(n) the step time with n engines: giving the next GPU to the largest value
-maximises the sum, as each term is concave (`savings`). A run that has many needs ever better reasons for more (proportional fairness,
-Kelly, Maulloo and Tan 1998). A share of w stretches the curve: the n-th engine counts as the n/w-th. So of runs that are alike one with
-twice the share gets twice the engines, whatever the curve.
+A value is in GPU-seconds of the run's own that a harvested GPU saves in a second: saving * run_gpus / gpus, what `fleet_size.worth` weighs
+a start by. Summed over engines this is run_gpus * log(T(0) / T(n)), T(n) the step time with n engines: giving the next GPU to the largest
+value maximises the sum, as each term is concave (`savings`). A run that has many needs ever better reasons for more (proportional
+fairness, Kelly, Maulloo and Tan 1998). A share of w stretches the curve: the n-th engine counts as the n/w-th. So of runs that are alike
+one with twice the share gets twice the engines, whatever the curve.
 
 Owns the claims, their order, and what a move must gain. Knows nothing of jobs, limits of a site and nodes but by `Space`.
 """
@@ -35,9 +35,9 @@ MOST_MOVED = 0.125
 
 @dataclass(frozen=True, slots=True)
 class DivisionRules:
-    """`floor`: part of its share of the GPUs that a run keeps, whatever others save. `wait_s`: a run that wants engines and has had none for
-    so long goes first. `hold_s`: an engine stays for so long after its start, whoever goes first. `horizon_s`: a move must have paid for
-    the new engine's start by then, `margin` times over."""
+    """`floor`: part of its share of the GPUs that a run keeps, whatever others save. `wait_s`: a run that wants engines and has had none
+    for so long goes first. `hold_s`: an engine stays for so long after its start, whoever goes first. `horizon_s`: a move must have paid
+    for the new engine's start by then, `margin` times over."""
 
     floor: float = 0.75
     wait_s: float = 900.0
@@ -52,8 +52,8 @@ class DivisionRules:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """What a run asks for: `engines` of `gpus` GPUs on each of `n_nodes` nodes. `share`: its owner's. `waited_s`: for how long it has wanted
-    engines and none of its own has run."""
+    """What a run asks for: `engines` of `gpus` GPUs on each of `n_nodes` nodes. `share`: its owner's. `waited_s`: for how long it has
+    wanted engines and none of its own has run."""
 
     run_id: int
     run: str
@@ -109,8 +109,8 @@ class Space(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """`engines`: by run, what it may have. `leaving`: engines that leave for another run's, and why. `turns`: runs in the order in which they
-    were given engines to start. `kept`: nodes that are set aside for one run. `rows`: the numbers, by run; `reason`: in words."""
+    """`engines`: by run, what it may have. `leaving`: engines that leave for another run's, and why. `turns`: runs in the order in which
+    they were given engines to start. `kept`: nodes that are set aside for one run. `rows`: the numbers, by run; `reason`: in words."""
 
     engines: Mapping[int, int]
     leaving: Mapping[str, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -126,7 +127,7 @@ def test_values_never_grow_whatever_was_measured(seconds: list[float], engines: 
     points = tuple((2**n - 1, one) for n, one in enumerate(seconds))
     found = savings(Benefit(0.05, 8.0, 1, 60.0, curve=points), engines)
     assert len(found) == engines
-    assert all(left >= right - 1e-9 for left, right in zip(found, found[1:], strict=False))
+    assert all(left >= right - 1e-9 for left, right in itertools.pairwise(found))
     assert all(0 <= saving <= 1 for saving in found)
 
 

@@ -49,8 +49,8 @@ Start = Submit | Release | CancelPending
 @dataclass(frozen=True, slots=True)
 class StartFacts:
     """What the submissions of one decision are made from. `engines`: ours but for standby jobs, pending or running. `wanted`: demand for
-    engines, by run id. `allotted`: engines a run may have. `queue`, `capacity`: the view, read once. `turns`: runs in the order in which they
-    were given engines by value. `kept`: nodes that are set aside for one run."""
+    engines, by run id. `allotted`: engines a run may have. `queue`, `capacity`: the view, read once. `turns`: runs in the order in which
+    they were given engines by value. `kept`: nodes that are set aside for one run."""
 
     view: ClusterView
     queue: QueueScan
