@@ -7,6 +7,7 @@
     first-come   all of the fleet; the run that came first is served in full before the next one starts an engine
     turns        all of the fleet; runs take turns for what comes free, and keep what they have (`harvest.division = "shares"`)
     value        all of the fleet, divided by what one more engine saves each run (`harvest.division = "value"`)
+    alone        each run has all of the fleet to itself, as if there were no others: more than any division can give all of them
 
 A unit is one mix of runs on one segment with one seed: all divisions meet the same fleet, lengths and cold starts, so ratios are taken unit
 by unit. Without `--traces` the fleet is a synthetic one. The trace-driven fleet has simulated placement. What is found is kept in
@@ -43,7 +44,7 @@ EARTH, EARTH_END_S = "earth_node_idle_72h.csv.gz", 72 * 3600.0
 SEGMENTS = Path(__file__).with_name("segments.json")
 HEARTBEAT_S = POLL_S = 15.0
 MOST_ENGINES = 128
-DIVISIONS = ("static", "first-come", "turns", "value")
+DIVISIONS = ("static", "first-come", "turns", "value", "alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,11 @@ def play(unit: Unit, folder: Path | None, division: str, floor: float | None = N
     fleet = parts(fleet_of(folder, unit.segment, unit.seed, unit.hours), round(1 / unit.nodes))[0]
     kinds = runs_of(unit.mix, unit.runs)
     seeds = [100 * unit.seed + n for n in range(unit.runs)]
-    if division == "static":
+    if division in ("static", "alone"):
+        fleets = parts(fleet, unit.runs) if division == "static" else [fleet] * unit.runs
         outs = [
             simulate(scenario_of(kind, part, seed), OURS)
-            for kind, part, seed in zip(kinds, parts(fleet, unit.runs), seeds, strict=True)
+            for kind, part, seed in zip(kinds, fleets, seeds, strict=True)
         ]
     else:
         runs = [

@@ -301,9 +301,10 @@ class HarvestSection(Section):
     """How engines are divided among runs. `shares`: in turn, by `owners.share_of`, where `max_engines` and `max_gpus` are
     less than runs want; what is idle goes to whoever asks first. `value`: all GPUs that there are, by what one more
     engine saves each run, times its owner's share ([fleet.md](fleet.md)); engines leave for runs that gain more."""
-    division_floor: Annotated[float, Field(ge=0, le=1)] = 0.75
-    """`value` only: part of its share of the GPUs (`owners.share_of`) that a run keeps whatever others save. 1: shares
-    alone count, and value for what is left over. 0: value alone."""
+    division_floor: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """`value` only: a run keeps as many engines as give it, by its own forecast, this part of the throughput that it
+    would have with its share of the GPUs (`owners.share_of`). 0: value alone decides. 1: value decides only over
+    what shares leave."""
     division_wait_s: Annotated[float, Field(ge=0)] = 900.0
     """`value` only: a run that wants engines and has had none for so many seconds comes first."""
     division_hold_s: Annotated[float, Field(ge=0)] = 300.0

@@ -35,11 +35,11 @@ MOST_MOVED = 0.125
 
 @dataclass(frozen=True, slots=True)
 class DivisionRules:
-    """`floor`: part of its share of the GPUs that a run keeps, whatever others save. `wait_s`: a run that wants engines and has had none
-    for so long goes first. `hold_s`: an engine stays for so long after its start, whoever goes first. `horizon_s`: a move must have paid
-    for the new engine's start by then, `margin` times over."""
+    """`floor`: a run keeps as many engines as give it this part of the throughput that it would have with its share of the GPUs, whatever
+    others save. `wait_s`: a run that wants engines and has had none for so long goes first. `hold_s`: an engine stays for so long after
+    its start, whoever goes first. `horizon_s`: a move must have paid for the new engine's start by then, `margin` times over."""
 
-    floor: float = 0.75
+    floor: float = 0.95
     wait_s: float = 900.0
     hold_s: float = 300.0
     horizon_s: float = 1800.0
@@ -196,6 +196,20 @@ def entitlements(bids: Sequence[Bid], gpus: float) -> dict[int, float]:
     return found
 
 
+def floor_of(bid: Bid, gpus: float, floor: float) -> int:
+    """The fewest engines with which a run is at least `floor` times as fast as with all that so many GPUs are; of one of which nothing is
+    known, this part of them."""
+    engines = min(bid.engines, int(gpus / bid.all_gpus + 1e-6))
+    known = savings(bid.benefit, engines)
+    if not known:
+        return int(floor * engines + 1e-6)
+    left = 1.0
+    while engines and left * (1 - known[engines - 1]) >= floor:
+        left *= 1 - known[engines - 1]
+        engines -= 1
+    return engines
+
+
 def _filled(wants: Mapping[Key, float], weights: Mapping[Key, float], total: float) -> dict[Key, float]:
     """`total` by weight, nobody more than it wants."""
     given, left, open_ = dict.fromkeys(wants, 0.0), total, {key for key, want in wants.items() if want > 0}
@@ -288,7 +302,7 @@ class _Deal:
                 values_of(bid, weight[bid.run_id]),
                 min(bid.engines, count[bid.run_id]),
                 running[bid.run_id],
-                min(bid.engines, int(self.rules.floor * entitled[bid.run_id] / bid.all_gpus + 1e-9)),
+                floor_of(bid, entitled[bid.run_id], self.rules.floor),
                 count[bid.run_id],
                 weight[bid.run_id],
             )

@@ -32,6 +32,7 @@ from scavenger.policy.division import (
     HeldEngine,
     divide,
     entitlements,
+    floor_of,
     savings,
     values_of,
 )
@@ -39,7 +40,7 @@ from scavenger.policy.fleet_size import Benefit, Demand
 from tests.harvest.test_yielding import LIMITS, NOW, engine, listed
 from tests.harvest.views import view
 
-RULES = DivisionRules(floor=0.5, wait_s=600.0, hold_s=300.0, horizon_s=1800.0, margin=1.25)
+RULES = DivisionRules(floor=0.9, wait_s=600.0, hold_s=300.0, horizon_s=1800.0, margin=1.25)
 
 
 def curve(alone_s: float, work: float, most: int) -> tuple[tuple[int, float], ...]:
@@ -146,7 +147,7 @@ def test_idle_gpus_go_where_they_save_most_and_equal_runs_get_equal_parts() -> N
     assert alike.engines == {1: 6, 2: 6}
     more = divide([bid(1), bid(2, benefit=benefit(20.0))], [], Nodes({"a": 8, "b": 4}), RULES, 99)
     assert more.engines[1] > 6
-    assert more.engines[2] >= 3, "its floor: half of its share"
+    assert more.engines[2] >= 1
 
 
 def test_shares_weigh_the_values() -> None:
@@ -178,17 +179,24 @@ def test_equal_runs_do_not_take_from_each_other() -> None:
     assert (found.engines, found.leaving) == ({1: 4, 2: 4}, {})
 
 
+def test_a_floor_is_what_keeps_the_predicted_throughput_and_no_gpu_more() -> None:
+    steep, flat = bid(1, benefit=benefit(60.0)), bid(2, benefit=benefit(1.0))
+    assert floor_of(steep, 4, 0.9) == 3, "steps of 52 s with 4, 55 with 3, 60 with 2"
+    assert floor_of(steep, 4, 1.0) == 4
+    assert floor_of(steep, 4, 0.0) == 0
+    assert floor_of(flat, 4, 0.9) == 0, "none of them shortens its step by a tenth"
+    assert floor_of(bid(3, benefit=None), 4, 0.9) == 3, "nothing is known: of the engines"
+    assert floor_of(bid(4, gpus=8), 7, 0.9) == 0
+
+
 def test_value_alone_does_not_go_below_a_floor_but_a_floor_is_filled() -> None:
-    found = divide(
-        [bid(1, benefit=benefit(1.0)), bid(2, benefit=benefit(95.0, 64.0))],
-        [*held(1, 2), *held(2, 6)],
-        Nodes({"a": 0}),
-        RULES,
-        99,
-    )
-    assert found.engines == {1: 2, 2: 6}
-    short = divide([bid(1, benefit=benefit(1.0)), bid(2)], held(2, 8), Nodes({"a": 0}), RULES, 99)
-    assert short.engines == {1: 2, 2: 6}, "half of a half of eight"
+    poor, rich = bid(1, benefit=benefit(60.0, 0.5)), bid(2, benefit=benefit(95.0, 64.0))
+    found = divide([poor, rich], [*held(1, 3), *held(2, 5)], Nodes({"a": 0}), RULES, 99)
+    assert found.engines == {1: 3, 2: 5}
+    below = divide([poor, rich], [*held(1, 3), *held(2, 5)], Nodes({"a": 0}), replace(RULES, floor=0.0), 99)
+    assert below.engines == {1: 2, 2: 6}
+    short = divide([poor, rich], held(2, 8), Nodes({"a": 0}), RULES, 99)
+    assert short.engines == {1: 3, 2: 5}
 
 
 def test_a_large_engine_takes_the_node_where_the_least_is_lost() -> None:
