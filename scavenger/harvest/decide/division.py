@@ -3,6 +3,8 @@
     FreeCapacity + GPUs of engines that leave for no other user --FreeSpace--> policy.division.divide --> Division
 
 Owns the translation. A job of ours that waits keeps what it waits for; GPUs that an engine gives up for another user are not counted.
+
+Boundary: `policy.division`, which knows no job and no site's limits; pure.
 """
 
 from __future__ import annotations
