@@ -40,7 +40,7 @@ def world(sandbox: SlurmSandbox, tmp_path: Path) -> Iterator[World]:
 
 def demand(ada_gains: bool) -> list[Demand]:
     """Two runs that want all four GPUs, of which one gains far more by each."""
-    much, little = benefit(90.0, 32.0, start_s=1.0), benefit(5.0, start_s=1.0)
+    much, little = benefit(90.0, 32.0, start_s=1.0), benefit(60.0, 0.5, start_s=1.0)
     first, second = (much, little) if ada_gains else (little, much)
     return [
         Demand(1, "hers", 4, 1, "4 are useful", benefit=first, owner="ada"),
@@ -66,7 +66,7 @@ def test_engines_go_to_the_run_that_gains_more_and_back_while_others_preempt(wor
             drain_notice_s=0.5,
             max_pending=4,
             division="value",
-            division_floor=0.5,
+            division_floor=0.8,
             division_hold_s=0.5,
             fresh_after_s=1.0,
         )
