@@ -297,6 +297,18 @@ class HarvestSection(Section):
     """Idle GPUs of each GRES type to leave idle: `{ h100 = 8 }`."""
     headroom_by_partition: dict[str, NonNegative] = {}
     """Idle GPUs to leave idle on the nodes of each of the other partitions: `{ interactive = 4 }`."""
+    division: Literal["shares", "value"] = "shares"
+    """How engines are divided among runs. `shares`: in turn, by `owners.share_of`, where `max_engines` and `max_gpus` are
+    less than runs want; what is idle goes to whoever asks first. `value`: all GPUs that there are, by what one more
+    engine saves each run, times its owner's share ([fleet.md](fleet.md)); engines leave for runs that gain more."""
+    division_floor: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """`value` only: a run keeps as many engines as give it, by its own forecast, this part of the throughput that it
+    would have with its share of the GPUs (`owners.share_of`). 0: value alone decides. 1: value decides only over
+    what shares leave."""
+    division_wait_s: Annotated[float, Field(ge=0)] = 900.0
+    """`value` only: a run that wants engines and has had none for so many seconds comes first."""
+    division_hold_s: Annotated[float, Field(ge=0)] = 300.0
+    """`value` only: seconds that an engine stays after its start, whatever others would save with its GPUs."""
     # other users' jobs
     other_users_window_s: Annotated[float, Field(ge=0)] = 60.0
     """GPUs that other users' jobs are expected to need within so many seconds (begin times, Slurm's planned
@@ -539,6 +551,10 @@ LIVE = frozenset(
         "harvest.contact",
         "harvest.container",
         "harvest.cpus_per_engine",
+        "harvest.division",
+        "harvest.division_floor",
+        "harvest.division_hold_s",
+        "harvest.division_wait_s",
         "harvest.drain_before_s",
         "harvest.fresh_after_s",
         "harvest.gpu_type",

@@ -89,6 +89,7 @@ def limits(config: DaemonConfig) -> list[tuple[str, str, str]]:
         ("owners.max_gpus", of(o.max_gpus), "GPUs of engines of one owner's runs"),
         ("owners.max_gpus_of", each(o.max_gpus_of), "the same for single owners"),
         ("owners.share_of", each(o.share_of), "who gets how much where not all is to be had (others: 1)"),
+        ("harvest.division", h.division, "how GPUs are divided among runs"),
         ("owners.gpu_types_of", each(o.gpu_types_of), "GRES types of single owners' engines"),
         (
             "owners.partitions_of",

@@ -57,6 +57,7 @@ from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.tracker import Tracker, TrackerRules
 from scavenger.ledger import records as rec
+from scavenger.policy.division import DivisionRules
 from scavenger.protocol import keys
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -172,10 +173,18 @@ def limits_of(
         ),
         owners=owner_rules(config.owners),
         blackouts=blackouts(harvest, now),
+        division=division_rules(harvest),
         user=user,
         stale_s=stale_s(config),
         drain_notice_s=drain_notice_s,
     )
+
+
+def division_rules(harvest: HarvestSection) -> DivisionRules | None:
+    """None: by shares."""
+    if harvest.division == "shares":
+        return None
+    return DivisionRules(harvest.division_floor, harvest.division_wait_s, harvest.division_hold_s)
 
 
 def owner_rules(owners: OwnersSection) -> tuple[OwnerRule, ...]:

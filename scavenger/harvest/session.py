@@ -146,6 +146,8 @@ class HarvestSession:
         ] = {}  # by run that ever wanted engines: those of one that ended leave later
         self._last_reason = ""  # why nothing was done, as last recorded
         self._refused_names = set[int]()  # runs
+        self._without: dict[int, float] = {}  # since when runs have wanted engines and had none
+        self._divided: dict[int, int] = {}  # engines by run, as last recorded
 
     def restore(
         self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
@@ -213,9 +215,20 @@ class HarvestSession:
         if min_expected_life is not None:
             self.idling.observe(view, limits.partition, self.tracker.held(), now)
             limits = replace(limits, idle=self.idling.known(min_expected_life, now))
+        if limits.division is not None:
+            limits = replace(limits, waiting_since=self._waiting(demand, now))
         if not self.steers:
             limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
         return decide.decide(view, demand, self.tracker.jobs(leases, self._owners), limits, now)
+
+    def _waiting(self, demand: Sequence[Demand], now: float) -> tuple[tuple[int, float], ...]:
+        """Since when each run has wanted engines while none of its own ran."""
+        serve = {
+            job.run_id for job in self.tracker.jobs({}) if not job.waits and job.drain_kind is DrainKind.NO
+        }
+        wait = {want.run_id for want in demand if want.engines > 0} - serve
+        self._without = {run_id: self._without.get(run_id, now) for run_id in sorted(wait)}
+        return tuple(self._without.items())
 
     # ---------------------------------------------------------------- what is done
 
@@ -226,9 +239,18 @@ class HarvestSession:
         a cancellation: what is left is decided afresh."""
         yield from self._cancel_orphaned(orphaned_jobs, now)
         asked = [[d.run, d.engines, d.gpus] for d in demand]
-        inputs = as_json(
-            {"decision": decision.reason, "demand": asked, "start_benefits": decision.start_benefits}
-        )
+        facts: dict[str, object] = {
+            "decision": decision.reason,
+            "demand": asked,
+            "start_benefits": decision.start_benefits,
+        }
+        if decision.division is not None:
+            facts["division"] = decision.division.rows
+        inputs = as_json(facts)
+        if decision.division is not None and dict(decision.division.engines) != self._divided:
+            self._divided = dict(decision.division.engines)
+            why = decision.division.reason
+            yield Report([rec.Decision("harvest", "divide", "", why, inputs, now, HarvestCode.DIVISION)])
         if not decision.actions:
             if decision.reason != self._last_reason:
                 yield Report(

@@ -167,7 +167,8 @@ class Benefit:
     """What an engine of a run is worth by its own forecast. `saving`: of a step's time, as a share, on average over the engines that
     the run asks for (each of which pays for itself by the lives of engines); None: it is on trial.
 
-    `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from registration to its first weights; `price` as in `worth`.
+    `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from registration to its first weights; `price` as in `worth`. `curve`: the
+    step's seconds with so many harvested engines, as far as they were solved for; inf: it would never end.
     """
 
     saving: float | None
@@ -175,6 +176,7 @@ class Benefit:
     gpus: int
     start_s: float
     price: float = 1.0
+    curve: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

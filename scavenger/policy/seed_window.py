@@ -244,13 +244,17 @@ def _at_a_time(serving: ServingOrder) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetSize:
-    """How many harvested engines are worth having, the step time with so many and with none, and what the last of them saves."""
+    """How many harvested engines are worth having, the step time with so many and with none, and what the last of them saves.
+
+    `curve`: (engines, step time) of every number that was tried; at least none, 1 and all that are worth having.
+    """
 
     engines: int
     step_s: float
     alone_s: float
     saving: float
     reason: str
+    curve: tuple[tuple[int, float], ...] = ()
 
     @property
     def each(self) -> float:
@@ -295,4 +299,5 @@ def size_fleet(situation: Situation, most: int, least_saving: float) -> FleetSiz
             high = middle
     share = saving(low) if low else 0.0
     why = f"{low} engines make a step of {at(low):.0f} s, none {at(0):.0f} s; the last one saves {share:.1%} (least {least_saving:.1%})"
-    return FleetSize(low, at(low), at(0), share, f"{why}, at most {most}")
+    step_s, alone_s = at(low), at(0)
+    return FleetSize(low, step_s, alone_s, share, f"{why}, at most {most}", tuple(sorted(known.items())))

@@ -1,8 +1,9 @@
-"""Runs one training run on one site in virtual time, with the code that runs live: the router's core, its policy, the harvest policy.
+"""Runs training runs on one site in virtual time, with the code that runs live: the router's core, its policy, the harvest policy.
 
     fleet --> VirtualSlurm --starts, preempts--> SimEngine <--messages--> Daemon(Router) <--messages--> SimTrainer(phases)
                   ^--commands-- SimHarvester(HarvestSession) --demand, JobGone-----'
 
+Several runs share fleet, Slurm, daemon and harvester (`simulate_fleet`); each has its trainer, its links, its lengths and its policy.
 Wires the parts and adds up. Decides nothing; every random draw comes from the scenario's seed by name, so policies meet the same world.
 
 Boundary: virtual time; the loop that owns it.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from scavenger.errors import SimulationError
+from scavenger.errors import ConfigError, SimulationError
 from scavenger.protocol.messages import SampleKey
 from scavenger.router.core.events import PeerIdentity
 from scavenger.simulate import trainer_model as cost
@@ -22,10 +24,10 @@ from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import SimulationOutcome, StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.site_cluster import SimHarvester, VirtualSlurm
+from scavenger.simulate.site_cluster import SimHarvester, SimulatedDivision, VirtualSlurm
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import SimEngine, WeightDelays
-from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
+from scavenger.simulate.site_trainer import RUN, SimTrainer
 from scavenger.simulate.startup import pull_cost
 
 #: A step that takes longer, where no time is set for the play to end, never ends: heartbeats and ticks alone would go on for ever.
@@ -38,7 +40,32 @@ def simulate(
     scenario: Scenario, simulated_policy: SimulatedPolicy, progress: Progress | None = None
 ) -> SimulationOutcome:
     """What happens. Raises `SimulationError` when tokens went missing, or when nothing happens any more before the end."""
-    return _SimulatedSite(scenario, simulated_policy, progress).run()
+    return _SimulatedSite([SimulatedRun(RUN, scenario, simulated_policy)], None, progress).run()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """One run of several: its `owner`, and when it comes (s). The site's part of the scenario (fleet, Slurm's delays, heartbeats, horizon)
+    is the first run's."""
+
+    name: str
+    scenario: Scenario
+    policy: SimulatedPolicy
+    owner: str = "owner"
+    comes_s: float = 0.0
+
+
+def simulate_fleet(
+    runs: Sequence[SimulatedRun], division: SimulatedDivision, progress: Progress | None = None
+) -> list[SimulationOutcome]:
+    """What happens to several runs that share one fleet, each over its own time: an outcome's `tokens_per_s` counts from the run's coming.
+
+    Raises as `simulate` does. `generated`, `recorded`, `levels` and `events` of each outcome are the whole site's.
+    """
+    names = [run.name for run in runs]
+    if not runs or len(set(names)) < len(names):
+        raise ConfigError(f"runs named {', '.join(names) or '(none)'}", "give each run a name of its own")
+    return _SimulatedSite(runs, division, progress).run()
 
 
 class _Truth:
@@ -60,61 +87,47 @@ class _Truth:
         return group[key.index]
 
 
-class _SimulatedSite:
-    def __init__(
-        self, scenario: Scenario, simulated_policy: SimulatedPolicy, progress: Progress | None
-    ) -> None:
-        self._scenario, self._simulated_policy, self._progress = scenario, simulated_policy, progress
-        self._sim = Simulation()
-        self._streams = Streams(scenario.seed)
-        self._truth = _Truth(scenario)
-        self._daemon = SimDaemon(
-            self._sim, simulated_policy.new_policy(), scenario.tick_s, scenario.heartbeat_s
-        )
+class _RunOnSite:
+    """One run: its trainer, reserved engines, links and what came of its steps. `ReservedProcesses` for its trainer."""
+
+    def __init__(self, site: _SimulatedSite, run: SimulatedRun) -> None:
+        self._site, self._scenario, self._policy = site, run.scenario, run.policy
+        self._sim, self._daemon, self.spec = site.sim, site.daemon, run
+        self._identity = PeerIdentity("owner", run.owner)
+        self._truth = _Truth(run.scenario)
+        scenario = run.scenario
         self._network = Network(
             self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay
         )
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
         self._newest = 0
-        self._trainer = SimTrainer(
-            self._sim, self._daemon, scenario, simulated_policy, self._published, self._step_done, self
+        self.trainer = SimTrainer(
+            self._sim,
+            self._daemon,
+            scenario,
+            run.policy,
+            self._published,
+            self._step_done,
+            self,
+            run.name,
+            self._identity,
         )
-        self._slurm = VirtualSlurm(
-            self._sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
-        )
-        self._harvester = SimHarvester(
-            self._sim, self._daemon, self._slurm, scenario.max_engines, simulated_policy.start_benefits
-        )
-        self._reserved: list[SimEngine] = []
+        self.reserved: list[SimEngine] = []
         self._lives: dict[int, int] = {}  # slot -> reserved engines that it has had
-        self._gone: list[SimEngine] = []
-        self._steps: list[StepOutcome] = []
+        self.gone: list[SimEngine] = []
+        self.steps: list[StepOutcome] = []
 
-    def run(self) -> SimulationOutcome:
-        scenario, sim = self._scenario, self._sim
-        self._trainer.open()
-        if self._simulated_policy.reserved:
-            for number in range(scenario.reserved_engines):
+    def open(self) -> None:
+        self.trainer.open()
+        if self._policy.reserved:
+            for number in range(self._scenario.reserved_engines):
                 self._start_reserved(number)
-        if self._simulated_policy.harvest:
-            self._observe()
-        self._beat()
-        horizon_s, trainer = scenario.horizon_s, self._trainer
-        while not trainer.stopped and sim.next_time() <= horizon_s:
-            since = self._steps[-1].end_s if self._steps else 0.0
-            if not sim.step() or (horizon_s == math.inf and sim.now > since + STUCK_S):
-                raise SimulationError(
-                    f"step {len(self._steps) + 1} has not ended at {sim.now:g} s, begun at {since:g} s"
-                )
-        sim.now = min(sim.now, scenario.horizon_s)
-        return self._close()
 
     def _step_done(self, outcome: StepOutcome) -> None:
-        self._steps.append(outcome)
-        if self._scenario.steps and len(self._steps) >= self._scenario.steps:
-            self._trainer.stopped = True
-        if self._progress is not None:
-            self._progress(self._sim.now, len(self._steps))
+        self.steps.append(outcome)
+        if self._scenario.steps and len(self.steps) >= self._scenario.steps:
+            self.trainer.stopped = True
+        self._site.step_done()
 
     # ---------------------------------------------------------------- engines
 
@@ -129,38 +142,40 @@ class _SimulatedSite:
             self._sim,
             self._daemon,
             spec,
-            WeightDelays(0.0, self._trainer.wake_s),
+            WeightDelays(0.0, self.trainer.wake_s),
             self._truth,
             self._fetch,
-            self._gone.append,
+            self.gone.append,
             kind="reserved",
-            node=f"reserved-{number:02}",
-            identity=OWNER,
-            run=RUN,
+            node=f"reserved-{number:02}"
+            if self.spec.name == RUN
+            else f"reserved-{self.spec.name}-{number:02}",
+            identity=self._identity,
+            run=self.spec.name,
             incarnation=life,
             slot=str(number),
-            whole_groups=self._simulated_policy.whole_groups,
+            whole_groups=self._policy.whole_groups,
             hangs_at=0 if life else dict(scenario.hangs).get(str(number), 0),
         )
-        self._reserved.append(engine)
-        engine.register(self._sim.now + self._trainer.wake_s)
+        self.reserved.append(engine)
+        engine.register(self._sim.now + self.trainer.wake_s)
 
     def end(self, names: Sequence[str]) -> None:
         """`site_trainer.ReservedProcesses`."""
-        for engine in [engine for engine in self._reserved if engine.name in names]:
-            self._reserved.remove(engine)
+        for engine in [engine for engine in self.reserved if engine.name in names]:
+            self.reserved.remove(engine)
             engine.shut_down("ended by its launcher", notice=False)
 
     def start(self) -> None:
         """`site_trainer.ReservedProcesses`."""
-        there = {engine.slot for engine in self._reserved}
+        there = {engine.slot for engine in self.reserved}
         for number in self._lives:
             if str(number) not in there:
                 self._start_reserved(number)
 
-    def _start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
+    def start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
-        identity = PeerIdentity("worker", f"key-{intent_id}", RUN, intent_id)
+        identity = PeerIdentity("worker", f"key-{intent_id}", self.spec.name, intent_id)
         load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
         engine = SimEngine(
             self._sim,
@@ -173,23 +188,23 @@ class _SimulatedSite:
             kind="harvested",
             node=node,
             identity=identity,
-            run=RUN,
+            run=self.spec.name,
             incarnation=incarnation,
-            whole_groups=self._simulated_policy.whole_groups,
+            whole_groups=self._policy.whole_groups,
         )
         # By job and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
-        draws = self._streams.stream("start", f"intent-{number:06}", incarnation)
+        draws = self._site.streams.stream("start", f"intent-{number:06}", incarnation)
         start = scenario.cold_start.draw(draws, 0.0)
         built_at = self._sim.now + start.total_s
         self._sim.after(start.container_s, lambda: engine.register(built_at) if engine.alive else None)
         return engine
 
     def _left(self, engine: SimEngine) -> None:
-        self._gone.append(engine)
+        self.gone.append(engine)
         self._network.cancel(engine.node + engine.identity.intent_id)
         if self._versions.pop(engine.conn, None) == self._newest:
             self._network.left_holder()
-        self._slurm.left(engine)
+        self._site.slurm.left(engine)
 
     def _published(self, version: int) -> None:
         self._newest = version
@@ -219,49 +234,122 @@ class _SimulatedSite:
 
         self._network.pull(engine.node + engine.identity.intent_id, nbytes, arrived)
 
+    # ---------------------------------------------------------------- the end
+
+    def close(self, seconds: float, recorded: int, generated: int) -> SimulationOutcome:
+        """`recorded`, `generated`: tokens of all runs."""
+        slurm, everyone = self._site.slurm, [*self.reserved, *self.gone]
+        counters = self._daemon.router.core.counters
+        return SimulationOutcome(
+            policy=self._policy.name,
+            seconds=seconds,
+            gpus_reserved=self._scenario.gpus_reserved,
+            steps=tuple(self.steps),
+            engines=tuple(engine for engine in slurm.engines if engine.run == self.spec.name),
+            levels=tuple(slurm.levels),
+            generated=generated,
+            recorded=recorded,
+            regenerated=sum(engine.lost for engine in everyone),
+            prefilled=sum(engine.batch.prefilled_tokens for engine in everyone),
+            moves=sum(step.moves for step in self.steps),
+            overflows=sum(engine.batch.preemptions for engine in everyone),
+            events=self._sim.executed + self._daemon.handled,
+            decisions={**self._daemon.decisions, "dropped": counters.get("advice_dropped", 0)},
+            since_s=self.spec.comes_s,
+        )
+
+
+class _SimulatedSite:
+    """What all runs share."""
+
+    def __init__(
+        self, runs: Sequence[SimulatedRun], division: SimulatedDivision | None, progress: Progress | None
+    ) -> None:
+        scenario = self._scenario = runs[0].scenario
+        self._progress = progress
+        self.sim = Simulation()
+        self.streams = Streams(scenario.seed)
+        policies = {run.name: run.policy for run in runs}
+        self.daemon = SimDaemon(
+            self.sim, lambda name: policies[name].new_policy(), scenario.tick_s, scenario.heartbeat_s
+        )
+        self._runs = {run.name: _RunOnSite(self, run) for run in runs}
+        self.slurm = VirtualSlurm(
+            self.sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
+        )
+        self._harvest = any(run.policy.harvest for run in runs)
+        self._harvester = SimHarvester(
+            self.sim,
+            self.daemon,
+            self.slurm,
+            scenario.max_engines if len(runs) == 1 else 0,
+            any(run.policy.start_benefits for run in runs),
+            division,
+        )
+
+    def run(self) -> list[SimulationOutcome]:
+        scenario, sim = self._scenario, self.sim
+        for run in self._runs.values():
+            if run.spec.comes_s > 0:
+                sim.at(run.spec.comes_s, run.open)
+            else:
+                run.open()
+        if self._harvest:
+            self._observe()
+        self._beat()
+        horizon_s = scenario.horizon_s
+        while not all(run.trainer.stopped for run in self._runs.values()) and sim.next_time() <= horizon_s:
+            since = max(run.steps[-1].end_s if run.steps else 0.0 for run in self._runs.values())
+            if not sim.step() or (horizon_s == math.inf and sim.now > since + STUCK_S):
+                done = min(len(run.steps) for run in self._runs.values())
+                raise SimulationError(f"step {done + 1} has not ended at {sim.now:g} s, begun at {since:g} s")
+        sim.now = min(sim.now, scenario.horizon_s)
+        return self._close()
+
+    def step_done(self) -> None:
+        if self._progress is not None:
+            self._progress(self.sim.now, sum(len(run.steps) for run in self._runs.values()))
+
+    def _start_harvested(
+        self, number: int, intent_id: str, incarnation: int, node: str, run: str
+    ) -> SimEngine:
+        return self._runs[run].start_harvested(number, intent_id, incarnation, node)
+
     # ---------------------------------------------------------------- what goes on all the time
 
     def _beat(self) -> None:
-        self._sim.after(self._scenario.heartbeat_s, self._beat, priority=3)
-        for engine in (*self._reserved, *self._slurm.running):
+        self.sim.after(self._scenario.heartbeat_s, self._beat, priority=3)
+        for run in self._runs.values():
+            for engine in run.reserved:
+                engine.beat()
+        for engine in self.slurm.running:
             engine.beat()
 
     def _observe(self) -> None:
-        self._sim.after(self._scenario.poll_interval_s, self._observe, priority=4)
+        self.sim.after(self._scenario.poll_interval_s, self._observe, priority=4)
         self._harvester.poll()
 
     # ---------------------------------------------------------------- the end
 
-    def _close(self) -> SimulationOutcome:
-        self._trainer.stopped = True
-        everyone = [*self._reserved, *self._slurm.running, *self._gone]
-        for engine in self._reserved:
-            engine.close()
-        self._slurm.close()
+    def _close(self) -> list[SimulationOutcome]:
+        for run in self._runs.values():
+            run.trainer.stopped = True
+        everyone = [*self.slurm.running]
+        for run in self._runs.values():
+            everyone += [*run.reserved, *run.gone]
+            for engine in run.reserved:
+                engine.close()
+        for engine in self.slurm.running:
+            self._runs[engine.run].gone.append(engine)
+        self.slurm.close()
         generated = sum(engine.batch.decoded_tokens for engine in everyone)
         lost = sum(engine.lost for engine in everyone)
-        recorded = self._daemon.recorded
+        recorded = self.daemon.recorded
         if generated != recorded + lost:
             raise SimulationError(f"{generated} tokens were generated, {recorded} recorded and {lost} lost")
-        counters = self._daemon.router.core.counters
         end = (
-            self._sim.now
+            self.sim.now
             if math.isinf(self._scenario.horizon_s)
-            else min(self._sim.now, self._scenario.horizon_s)
+            else min(self.sim.now, self._scenario.horizon_s)
         )
-        return SimulationOutcome(
-            policy=self._simulated_policy.name,
-            seconds=end,
-            gpus_reserved=self._scenario.gpus_reserved,
-            steps=tuple(self._steps),
-            engines=tuple(self._slurm.engines),
-            levels=tuple(self._slurm.levels),
-            generated=generated,
-            recorded=recorded,
-            regenerated=lost,
-            prefilled=sum(engine.batch.prefilled_tokens for engine in everyone),
-            moves=sum(step.moves for step in self._steps),
-            overflows=sum(engine.batch.preemptions for engine in everyone),
-            events=self._sim.executed + self._daemon.handled,
-            decisions={**self._daemon.decisions, "dropped": counters.get("advice_dropped", 0)},
-        )
+        return [run.close(end, recorded, generated) for run in self._runs.values()]

@@ -40,7 +40,7 @@ class StepOutcome:
 class EngineOutcome:
     """One incarnation of a harvested engine. It held its GPUs from `start_s` to `end_s`. `ready_s` -1: never ready.
 
-    `tokens`: that it made, whatever became of them. `why`: "preempted", "given back", "running" (at the simulation's end).
+    `tokens`: that it made, whatever became of them. `why`: "preempted", "given back", "running" (at the simulation's end). `run`: whose.
     """
 
     node: str
@@ -51,6 +51,7 @@ class EngineOutcome:
     busy_s: float
     tokens: int
     why: str
+    run: str = ""
 
     @property
     def allocated_s(self) -> float:
@@ -75,11 +76,12 @@ class SimulationOutcome:
     overflows: int
     events: int
     decisions: Mapping[str, int] = field(default_factory=dict)
+    since_s: float = 0.0  # when the run came
 
     @property
     def step_seconds(self) -> float:
         """Time over which the finished steps ran."""
-        return self.steps[-1].end_s if self.steps else 0.0
+        return self.steps[-1].end_s - self.since_s if self.steps else 0.0
 
     @property
     def tokens(self) -> int:
@@ -96,7 +98,7 @@ class SimulationOutcome:
 
     def _in_steps(self, engine: EngineOutcome) -> float:
         """Seconds that an engine held GPUs while the finished steps ran."""
-        return max(0.0, min(engine.end_s, self.step_seconds) - engine.start_s)
+        return max(0.0, min(engine.end_s, self.since_s + self.step_seconds) - engine.start_s)
 
     @property
     def harvested_gpu_hours(self) -> float:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.config.site import ClusterSection, HarvestSection
@@ -32,6 +33,7 @@ from scavenger.harvest.decide.actions import (
     HarvestCode,
     HarvestLimits,
     JobPlacement,
+    OwnerRule,
     comment_of,
     intent_name,
 )
@@ -48,6 +50,8 @@ from scavenger.harvest.session import (
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.observed_jobs import Stage
 from scavenger.harvest.track.tracker import TrackerRules
+from scavenger.policy.division import DivisionRules
+from scavenger.policy.fleet_size import Demand
 from scavenger.router.core import workers
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.fleet import FleetChange, FleetTrace
@@ -67,8 +71,8 @@ _LISTED_S = 300.0
 #: However quiet it is, for how long GPUs are idle is told so often: a small part of `idle_gpus.PIECE_S`.
 _QUIET_S = 60.0
 
-#: Make an engine for (job's number, intent, incarnation, node); it is told when it is built.
-StartEngine = Callable[[int, str, int, str], SimEngine]
+#: Make an engine for (job's number, intent, incarnation, node, run); it is told when it is built.
+StartEngine = Callable[[int, str, int, str, str], SimEngine]
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class _Job:
     pinned: str
     submit_s: float
     eligible_s: float
+    run: str = ""
     state: JobState = JobState.PENDING
     restarts: int = 0
     node: str = ""
@@ -148,10 +153,10 @@ class VirtualSlurm:
         """The number of the job that is submitted next."""
         return self._number + 1
 
-    def submit(self, name: str, gpus: int, pinned: str) -> int:
+    def submit(self, name: str, gpus: int, pinned: str, run: str) -> int:
         self._number += 1
         now = self._sim.now
-        self._jobs[self._number] = _Job(self._number, name, gpus, pinned, now, now + self._schedule_s)
+        self._jobs[self._number] = _Job(self._number, name, gpus, pinned, now, now + self._schedule_s, run)
         self._schedule_in(self._schedule_s)
         return self._number
 
@@ -197,6 +202,7 @@ class VirtualSlurm:
                 engine.busy_s,
                 engine.batch.decoded_tokens,
                 why,
+                job.run,
             )
         )
         job.engine = None
@@ -241,7 +247,7 @@ class VirtualSlurm:
             raise SimulationError(
                 f"node {node} has {self._idle[node]} idle GPUs and ours hold {self._used[node]}"
             )
-        job.engine = self._start_engine(job.job_id, job.name, job.restarts, node)
+        job.engine = self._start_engine(job.job_id, job.name, job.restarts, node, job.run)
         self._note()
 
     # ---------------------------------------------------------------- squeue, scontrol show
@@ -282,17 +288,45 @@ class VirtualSlurm:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedDivision:
+    """How runs share a fleet. `rules`: by value; None: by shares (`owners`), where nobody gives up what it has. `first_come`: who was there
+    first is served first, in full; the others start nothing before."""
+
+    rules: DivisionRules | None = None
+    owners: tuple[OwnerRule, ...] = ()
+    first_come: bool = False
+
+
+def in_order(demand: Sequence[Demand], have: Mapping[int, int]) -> list[Demand]:
+    """The demand of runs that come one after the other: who waits behind one that is not served keeps what it has."""
+    found, served = list[Demand](), True
+    for want in sorted(demand, key=lambda want: want.run_id):
+        held = have.get(want.run_id, 0)
+        found.append(want if served else replace(want, engines=min(want.engines, held)))
+        served = served and held >= want.engines
+    return found
+
+
 class SimHarvester:
-    """See the module. `most`: engines at once, 0: any number."""
+    """See the module. `most`: engines at once, 0: any number. `division`: among several runs."""
 
     def __init__(
-        self, sim: Simulation, daemon: SimDaemon, slurm: VirtualSlurm, most: int, start_benefits: bool
+        self,
+        sim: Simulation,
+        daemon: SimDaemon,
+        slurm: VirtualSlurm,
+        most: int,
+        start_benefits: bool,
+        division: SimulatedDivision | None = None,
     ) -> None:
+        self._division = division or SimulatedDivision()
         self._sim, self._daemon, self._slurm = sim, daemon, slurm
         live = JobPlacement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
         self._limits = HarvestLimits(
             PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else JobPlacement()
         )
+        self._limits = replace(self._limits, division=self._division.rules, owners=self._division.owners)
         self._min_expected_life = _LIVE.min_expected_life if start_benefits else None
         self._session = HarvestSession(
             TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH), self._mint
@@ -314,6 +348,9 @@ class SimHarvester:
         output = session.observe(view, workers.leases(core), workers.lives(core), core.condemned, now)
         self._do(Report(output.records, output.gone))
         demand = session.take_demand(asked, lambda _owner: None, "", now)
+        if self._division.first_come:
+            have = Counter(job.run_id for job in session.tracker.jobs({}) if job.drain_kind is DrainKind.NO)
+            demand = in_order(demand, have)
         decision = session.decide(
             view, demand, workers.leases(core), self._limits, self._min_expected_life, now
         )
@@ -347,7 +384,7 @@ class SimHarvester:
                     self._slurm.cancel(one)
             case SubmitJob(intent_id, action):
                 pinned = action.nodelist[0] if action.nodelist else ""
-                job_id = self._slurm.submit(intent_id, action.gpus, pinned)
+                job_id = self._slurm.submit(intent_id, action.gpus, pinned, action.run)
             case ReleaseJob():
                 raise SimulationError("a standby job is released, and none is submitted here")
         return Outcome(self._sim.now, job_id=job_id)

@@ -36,14 +36,16 @@ _TICKS_LAST = 5
 
 
 class SimDaemon:
-    """One daemon with one run's policy."""
+    """One daemon. `new_policy`: that of the run with this name."""
 
-    def __init__(self, sim: Simulation, policy: RouterPolicy, tick_s: float, heartbeat_s: float) -> None:
+    def __init__(
+        self, sim: Simulation, new_policy: Callable[[str], RouterPolicy], tick_s: float, heartbeat_s: float
+    ) -> None:
         self._sim, self._tick_s = sim, tick_s
         limits = RouterLimits(
             heartbeat_s=heartbeat_s, suspect_s=math.inf, dead_s=math.inf, stalled_s=math.inf
         )  # engines here fall silent only with a goodbye, or with their jobs
-        self.router = Router(limits, 1, NoPayloads(), new_policy=lambda _run: policy)
+        self.router = Router(limits, 1, NoPayloads(), new_policy=new_policy)
         self._peers: dict[int, Peer] = {}
         self._events: deque[RouterEvent] = deque()
         self._busy = False

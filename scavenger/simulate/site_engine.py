@@ -129,6 +129,7 @@ class SimEngine:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
         self.kind, self.node, self.identity, self.incarnation = kind, node, identity, incarnation
+        self.run = run
         self.slot, self.name = slot, reserved_name(slot, f"{slot}.{incarnation}")
         self._sleeps_until_hang, self._hangs = hangs_at, False
         self._whole_groups = whole_groups

@@ -110,8 +110,10 @@ class SimTrainer:
         published: Callable[[int], None],
         finished: Callable[[StepOutcome], None],
         processes: ReservedProcesses | None = None,
+        run: str = RUN,
+        owner: PeerIdentity = OWNER,
     ) -> None:
-        self._processes = processes
+        self._processes, self._run, self._owner = processes, run, owner
         self._sim, self._daemon, self._scenario, self._simulated_policy = (
             sim,
             daemon,
@@ -150,7 +152,7 @@ class SimTrainer:
         self._call(
             OpenRun(
                 PROTOCOL,
-                RUN,
+                self._run,
                 0,
                 "{}",
                 engine,
@@ -173,7 +175,9 @@ class SimTrainer:
         self._calls += 1
         self._daemon.post(
             TrainerCalled(
-                self._conn, OWNER, Call(self._calls, RUN, 0 if isinstance(body, OpenRun) else 1, body)
+                self._conn,
+                self._owner,
+                Call(self._calls, self._run, 0 if isinstance(body, OpenRun) else 1, body),
             )
         )
 

@@ -399,7 +399,7 @@ def test_an_engine_that_is_killed_after_a_wake_leaves_its_slot_to_another(
 ) -> None:
     monkeypatch.setattr(SimDaemon, "post", lambda _daemon, _event: None)
     sim, slots = Simulation(), Slots()
-    daemon = SimDaemon(sim, Even(), EQUAL.tick_s, EQUAL.heartbeat_s)
+    daemon = SimDaemon(sim, lambda _run: Even(), EQUAL.tick_s, EQUAL.heartbeat_s)
     trainer = SimTrainer(sim, daemon, EQUAL, EVENLY, lambda _: None, lambda _: None, slots)
     trainer._set_reserved(awake)
     assert slots.running == ["a", "b"], "it is killed only after some seconds"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from scavenger.cluster.model import nodes_in
+from scavenger.policy.division import Division, DivisionRules
 from scavenger.policy.idle_gpus import Idle
 
 
@@ -59,6 +60,7 @@ class HarvestCode(StrEnum):
     WANTED = "wanted"
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
+    DIVISION = "division"  # another run's engine saves more on its GPUs, or that run has waited for too long (`policy.division`)
     HELD = "held"
     REQUEUED = "requeued"  # it had left for good, and Slurm put it back into the queue
     OVERDUE = "overdue"
@@ -245,6 +247,11 @@ class HarvestLimits:
     )
     #: Since when GPUs are idle, and for how long such last. None: not known, and what is idle is taken.
     idle: Idle | None = None
+    #: How GPUs are divided among runs by value; None: by shares of `caps` alone.
+    division: DivisionRules | None = None
+    waiting_since: tuple[
+        tuple[int, float], ...
+    ] = ()  # (run, Unix s): it has wanted engines since, and none has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +322,8 @@ class HarvestDecision:
     """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
 
     `could_start`: other users' pending jobs that would start now if our engines left, and for which Slurm may preempt us.
-    `free_capacity.StartBenefits`: from which age on an idle GPU is worth a start, and the numbers behind it.
+    `start_benefits`: from which age on an idle GPU is worth a start, and the numbers behind it. `division`: of GPUs by value; None: by
+    shares.
     """
 
     actions: tuple[Action, ...]
@@ -323,6 +331,7 @@ class HarvestDecision:
     code: HarvestCode
     could_start: tuple[int, ...] = ()
     start_benefits: tuple[str, ...] = ()
+    division: Division | None = None
 
 
 #: An intent's id: its job's name.

@@ -2,6 +2,7 @@
 
     stop, time limits, reservations, drained nodes, other users who wait  --> engines that leave, whatever the demand
     demand --turns by share, within max_engines and max_gpus--> allotment a run --less our jobs--> deficit (submit) or surplus (drain)
+    or, with `limits.division`, by what one more engine saves each run (`division`), of the GPUs that there are
     other users' pending jobs, reservations, headroom --`free_capacity`--> where the deficit may go
     ages of what is idle, what an engine saves its run --`free_capacity.StartBenefits`--> which of it is worth a start
     deficit, and where it may go --`start`--> submissions, within the limits
@@ -43,6 +44,7 @@ from scavenger.harvest.decide.actions import (
     Release,
     Submit,
 )
+from scavenger.harvest.decide.division import divide_by_value
 from scavenger.harvest.decide.drain import Drain, asked_to_drain, cancel_overdue, leave_for_blackout_at
 from scavenger.harvest.decide.free_capacity import (
     FreeCapacity,
@@ -55,6 +57,7 @@ from scavenger.harvest.decide.free_capacity import (
 from scavenger.harvest.decide.other_users import scan_queue
 from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
 from scavenger.harvest.decide.voluntary_preemption import could_start
+from scavenger.policy.division import Division
 from scavenger.policy.fleet_size import Demand
 
 __all__ = [
@@ -78,6 +81,7 @@ class DecisionFacts(StartFacts):
     """What one decision is made from: the arguments of `decide`, sorted, and what several clauses need of them.
 
     `jobs`: all of ours. `vacate`: nodes that runs need which may use no others. `closed`: why nothing may be harvested at all.
+    `division`: by value; None: by shares.
     """
 
     demand: Sequence[Demand]
@@ -85,6 +89,7 @@ class DecisionFacts(StartFacts):
     standby_jobs: Sequence[OurJob]
     vacate: frozenset[str]
     closed: tuple[HarvestCode, str] | None
+    division: Division | None
 
 
 def decide(
@@ -118,6 +123,7 @@ def decide(
         code,
         _could_start(facts),
         benefits.reasons() if benefits is not None else (),
+        facts.division,
     )
 
 
@@ -138,7 +144,12 @@ def _facts(
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     engines = [job for job in ours if not job.standby]
     free = partial(free_capacity_of, view, queue, capacity, limits, now)
-    allotment = allot_within_reach(wanted, engines, free, limits, 0 if closed else limits.caps.max_engines)
+    most, division = 0 if closed else limits.caps.max_engines, None
+    if limits.division is not None:
+        division = divide_by_value(wanted, engines, free, limits, limits.division, most, now)
+        allotment = Allotment(dict(division.engines))
+    else:
+        allotment = allot_within_reach(wanted, engines, free, limits, most)
     return DecisionFacts(
         view=view,
         queue=queue,
@@ -148,11 +159,14 @@ def _facts(
         allotted=allotment.engines,
         limits=limits,
         now=now,
+        turns=division.turns if division is not None else (),
+        kept=division.kept if division is not None else {},
         demand=demand,
         jobs=ours,
         standby_jobs=[job for job in ours if job.standby],
         vacate=allotment.vacate,
         closed=closed,
+        division=division,
     )
 
 
@@ -205,13 +219,14 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
     preempted, near = preempted_enough(limits), blackout_near(limits, facts.now)
     by_run = {d.run_id: d for d in facts.wanted}
     left, over_cap = dict(allotted), _over_cap(facts, jobs)
+    moved = facts.division.leaving if facts.division is not None else {}
     pending: list[Drain] = []
     engines: list[Drain] = []
     for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
         want = by_run.get(job.run_id)
         fits = job.intent_id not in over_cap
         same = want is not None and (job.gpus, job.n_nodes) == (want.gpus, want.nodes_per_engine)
-        if want is not None and same and left[job.run_id] > 0 and fits:
+        if want is not None and same and left[job.run_id] > 0 and fits and job.intent_id not in moved:
             left[job.run_id] -= 1
             if not (job.waits and (preempted or near)):
                 continue
@@ -230,6 +245,8 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
                 HarvestCode.WRONG_SIZE,
                 f"it has {_size(job.gpus, job.n_nodes)} and run {want.run} wants {_size(want.gpus, want.nodes_per_engine)} per engine",
             )
+        elif job.intent_id in moved:
+            code, why = HarvestCode.DIVISION, moved[job.intent_id]
         else:
             code, why = (
                 HarvestCode.OVER_SHARE,

@@ -209,6 +209,12 @@ class FreeCapacity:
         self.waiting += kept
         return kept
 
+    def give_up(self, name: str, gpus: int, cpus: int, memory_mb: int) -> None:
+        """Count GPUs of an engine of ours that leaves a node as free; below 0: no longer. `cpus`, `memory_mb`: as configured."""
+        share = self.share(self.nodes[name], abs(gpus), cpus, memory_mb) or (0, 0)
+        sign = 1 if gpus < 0 else -1
+        self._use(name, -gpus, sign * share[0], sign * share[1])
+
     def promise(self, nodes: Sequence[str], gpus: int) -> None:
         """Count a waiting job of ours against the caps of the nodes where it will start, now taken or not; without nodes against all."""
         for _, quota in self.caps:

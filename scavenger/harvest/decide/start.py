@@ -49,7 +49,8 @@ Start = Submit | Release | CancelPending
 @dataclass(frozen=True, slots=True)
 class StartFacts:
     """What the submissions of one decision are made from. `engines`: ours but for standby jobs, pending or running. `wanted`: demand for
-    engines, by run id. `allotted`: engines a run may have. `queue`, `capacity`: the view, read once."""
+    engines, by run id. `allotted`: engines a run may have. `queue`, `capacity`: the view, read once. `turns`: runs in the order in which
+    they were given engines by value. `kept`: nodes that are set aside for one run."""
 
     view: ClusterView
     queue: QueueScan
@@ -59,6 +60,8 @@ class StartFacts:
     allotted: Mapping[int, int]
     limits: HarvestLimits
     now: float
+    turns: Sequence[int]
+    kept: Mapping[str, int]
 
 
 def start_jobs(
@@ -81,7 +84,7 @@ def start_jobs(
         stop = _shared_out(wanted, allotted, limits)
         if stop is not None:
             return [], *stop
-        if not waiting:
+        if not waiting and sum(d.engines for d in wanted) <= sum(allotted.values()):
             return [], HarvestCode.SERVED, ""
     stop = not_now(view, queue, serving, limits, now)
     if stop is not None:
@@ -93,15 +96,15 @@ def start_jobs(
     relocating = set_aside_or_move(queue, free, serving, facts.engines, not_beneficial, limits, now)
     moving = [*not_beneficial, *relocating]
     user_gpus = queue.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in queue.ours)
-    drafts = Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits)
-    new, stop = _fill(wanted, deficit, drafts, now)
+    drafts = Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits, facts.kept)
+    new, stop = _fill(_by_turn(wanted, facts.turns), deficit, drafts, now)
     moved = _move({d.run_id: d for d in wanted}, moving, drafts, now)
     actions = [*more(standby_jobs, wanted, allotted, limits, drafts.least_share(wanted)), *moved, *new]
     if stop is not None:
         return actions, *stop
     if free.refused:
         return actions, why_no_capacity(free), f"no free capacity for more: {free.explain()}"
-    return actions, *(_shared_out(wanted, allotted, limits) or (HarvestCode.OWN_PENDING, ""))
+    return actions, *(_shared_out(wanted, allotted, limits) or _all_given(wanted, allotted, limits))
 
 
 def _fill(
@@ -127,6 +130,12 @@ def _fill(
             if place is not None:
                 begun.append(drafts.release_or_draft(want, place, now))
     return begun, None if begun else of_owner
+
+
+def _by_turn(wanted: Sequence[Demand], turns: Sequence[int]) -> list[Demand]:
+    """Who was given engines first comes first; the others by run id."""
+    order = {run_id: number for number, run_id in reversed(list(enumerate(turns)))}
+    return sorted(wanted, key=lambda d: (order.get(d.run_id, len(turns)), d.run_id))
 
 
 def _move(
@@ -171,7 +180,20 @@ def _shared_out(
         return None
     if sum(allotted.values()) >= limits.caps.max_engines:
         return HarvestCode.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
+    if limits.division is not None:
+        gpus = sum(d.gpus * allotted[d.run_id] for d in wanted)
+        least = min(d.gpus for d in wanted if d.engines > allotted[d.run_id])
+        if limits.caps.max_gpus is None or gpus + least <= limits.caps.max_gpus:
+            return None  # all GPUs that there are were divided
     return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached"
+
+
+def _all_given(
+    wanted: Sequence[Demand], allotted: Mapping[int, int], limits: HarvestLimits
+) -> tuple[HarvestCode, str]:
+    if limits.division is not None and sum(d.engines for d in wanted) > sum(allotted.values()):
+        return HarvestCode.NO_CAPACITY, "all GPUs that there are were divided by value"
+    return HarvestCode.OWN_PENDING, ""
 
 
 def not_now(
@@ -212,7 +234,9 @@ class Drafts:
         user_gpus: int,
         limits: HarvestLimits,
         start_benefits: StartBenefits,
+        kept: Mapping[str, int],
     ) -> None:
+        self._kept = kept
         self._standby_jobs, self._nodes = StandbyJobs(standby_jobs), {node.name: node for node in view.nodes}
         self._free, self.limits, self._start_benefits = free, limits, start_benefits
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
@@ -285,9 +309,15 @@ class Drafts:
             limits.job.cpus,
             limits.job.memory_mb,
             self._start_benefits.young(want),
-            self._owner_nodes.get(want.owner),
+            self._only(want),
             want.nodes_per_engine,
         )
+
+    def _only(self, want: Demand) -> frozenset[str] | None:
+        """The nodes on which its engines may start; None: all."""
+        only = self._owner_nodes.get(want.owner)
+        others = {name for name, run_id in self._kept.items() if run_id != want.run_id}
+        return frozenset(self._free.nodes if only is None else only) - others if others else only
 
     def _excluded(self, want: Demand, place: NodeChoice) -> tuple[str, ...]:
         """Where Slurm is to put no engine: not where the owner may not, on a doubted node only where there is no other for it, and on a

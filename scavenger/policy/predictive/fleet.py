@@ -125,7 +125,9 @@ class FleetSizer:
         least = max(self.least_saving, needed)
         size = windows.size_fleet(whole, view.max_engines, least)
         verdict = fleet_size.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
-        self.benefit = fleet_size.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
+        self.benefit = fleet_size.Benefit(
+            size.each, max(run_gpus, gpus), gpus, start_s, self.price, size.curve
+        )
         self._steps, self._changed, self._sized_for = 0, False, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

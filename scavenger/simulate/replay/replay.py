@@ -327,7 +327,7 @@ class _ReplayedSite:
             config.reserved.workers > 0,
             config.reserved.window,
         )
-        self._daemon = SimDaemon(self._sim, simulated_policy.new_policy(), TICK_S, HEARTBEAT_S)
+        self._daemon = SimDaemon(self._sim, lambda _run: simulated_policy.new_policy(), TICK_S, HEARTBEAT_S)
         self._trainer = ReplayedTrainer(
             self._sim,
             self._daemon,
