@@ -189,6 +189,9 @@ class StepPlan:
     reserved: bool
     round_groups: int = 1
     sleep_timeout_s: float = 60.0  # within which a reserved engine acknowledges that it sleeps
+    ahead: bool = (
+        False  # while the trainer waits for rewards, reserved engines may generate samples of later steps
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +225,13 @@ class StepState:
     @property
     def outstanding(self) -> int:
         return self.plan.samples - self.done_samples
+
+    @property
+    def awaited(self) -> bool:
+        """Whether reserved engines have a use: samples of the step are outstanding, or of later steps while rewards are waited for."""
+        return self.outstanding > 0 or (
+            self.plan.ahead and self.scoring_groups > 0 and self.decided is SeedWindowState.OPEN
+        )
 
     @property
     def ready_groups(self) -> int:
@@ -278,7 +288,7 @@ def _window_says_close(state: StepState) -> str | None:
 
 def _seed_over(state: StepState, now: float) -> str | None:
     plan = state.plan
-    if state.outstanding == 0:
+    if not state.awaited:
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
@@ -332,13 +342,13 @@ def _harvested_gone(state: StepState, now: float) -> str | None:
 
 
 def _decided_open(state: StepState, now: float) -> str | None:
-    if state.plan.reserved and state.outstanding > 0 and state.decided is SeedWindowState.OPEN:
+    if state.plan.reserved and state.awaited and state.decided is SeedWindowState.OPEN:
         return f"decided: {state.window_reason}"
     return None
 
 
 def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
-    if state.outstanding == 0:
+    if not state.awaited:
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from scavenger.errors import SimulationError
 from scavenger.protocol import reserved_memory, train_step
 from scavenger.protocol.messages import (
@@ -61,7 +63,8 @@ class _Seconds:
     seed: float = 0.0
     toggle: float = 0.0
     wait: float = 0.0
-    train: float = 0.0
+    train: float = 0.0  # the round under way included
+    trained: float = 0.0  # of the rounds that are over
     update: float = 0.0
     publish: float = 0.0
 
@@ -78,6 +81,9 @@ class Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    unscored: list[GroupDone] = field(default_factory=list)  # of `done`, those whose rewards are waited for
+    training: list[GroupDone] = field(default_factory=list)  # those of the round under way
+    scored: int = 0  # groups whose rewards came since the machine heard of any
     rounds: int = 0
     toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
@@ -126,6 +132,9 @@ class SimTrainer:
         self._inbox: deque[GroupDone] = deque()
         self._asked = 0  # the last step that was submitted
         self._lengths: dict[int, Sequence[int]] = {}  # by group, of groups that came and are not committed
+        #: Rewards take their time while a step is under way, as live. On policy a group counts as come once it has them.
+        self._scores = scenario.max_off_policy_steps > 0 and scenario.reward_s > 0
+        self._scoring: set[int] = set()  # ids of groups that wait for their rewards
         self._under: Under | None = None
         self._actions: deque[train_step.Action] = deque()
         self._computing = False
@@ -191,7 +200,12 @@ class SimTrainer:
         match message:
             case GroupDone() as group:
                 lengths = tuple(_lengths) or (0,) * len(group.samples)
-                self._sim.after(self._scenario.reward_s, lambda: self._arrived(group, lengths))
+                if self._scores:
+                    self._scoring.add(group.group_id)
+                    self._arrived(group, lengths)
+                    self._sim.after(self._scenario.reward_s, lambda: self._scored(group))
+                else:
+                    self._sim.after(self._scenario.reward_s, lambda: self._arrived(group, lengths))
             case Fleet():
                 self._fleet = message
                 self._react_later()
@@ -204,6 +218,17 @@ class SimTrainer:
         self._lengths[group.group_id] = lengths
         self._inbox.append(group)
         self._react_later()
+
+    def _scored(self, group: GroupDone) -> None:
+        """Its rewards are there: at once for a group of a later step, which waits in the inbox."""
+        self._scoring.discard(group.group_id)
+        under = self._under
+        if under is not None and group in under.unscored:
+            under.unscored.remove(group)
+            under.ready.append(group)
+            under.scored += 1
+            self._report(under)
+            self._react_later()
 
     def _react_later(self) -> None:
         """React once to all that comes at one instant."""
@@ -245,6 +270,7 @@ class SimTrainer:
             self._reserved,
             ranks,
             sc.sleep_timeout_s,
+            ahead=sc.max_off_policy_steps > 0,
         )
 
     def _react(self) -> None:
@@ -256,11 +282,17 @@ class SimTrainer:
         self._idle_until_now(under)
         under.harvested = max(under.harvested, self._fleet.harvested)
         events = under.session.observe(self._fleet, self._memory())
+        if under.scored:
+            events.append(train_step.GroupsScored(under.scored))
+            under.scored = 0
         for group in [group for group in self._inbox if group.step == under.step]:
             self._inbox.remove(group)
-            under.ready.append(group)
+            scoring = group.group_id in self._scoring
+            (under.unscored if scoring else under.ready).append(group)
             under.done.append(group)
-            events.append(train_step.GroupsCompleted(1, len(group.samples)))
+            events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=int(scoring)))
+        if self._scores:
+            self._report(under)
         self._feed(under, events or [train_step.StepTick()])
         self._act()
 
@@ -365,7 +397,7 @@ class SimTrainer:
         self._act()
 
     def _train(self, under: Under) -> None:
-        groups = len(under.ready)
+        groups, under.training = len(under.ready), list(under.ready)
         seconds = self._train_s(under)
         under.seconds.train += seconds
         under.rounds += 1
@@ -397,15 +429,26 @@ class SimTrainer:
         return cost.publish_s(self._scenario.trainer)
 
     def _trained(self, under: Under, groups: int) -> None:
-        waiting = {group.group_id for group in under.ready}
-        past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
-        self._progress = Trained(under.step, len(past), sum(past), under.seconds.train)
-        if not self._tell_due:
-            self._tell_due = True
-            self._sim.after(TELL_S, self._tell)
+        under.training, under.seconds.trained = [], under.seconds.train
+        self._report(under)
         self._feed(under, [train_step.Trained(groups)])
         self._react_later()
         self._act()
+
+    def _report(self, under: Under) -> None:
+        """How far the step is: with the next ping."""
+        waiting = {group.group_id for group in (*under.ready, *under.unscored, *under.training)}
+        past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
+        progress = Trained(under.step, len(past), sum(past), under.seconds.trained)
+        if self._scores:
+            scored = len(under.done) - len(under.unscored)
+            progress = msgspec.structs.replace(progress, scored=scored, reward_s=self._scenario.reward_s)
+        if progress == self._progress:
+            return
+        self._progress = progress
+        if not self._tell_due:
+            self._tell_due = True
+            self._sim.after(TELL_S, self._tell)
 
     def _update(self, under: Under) -> None:
         seconds = self._update_s()

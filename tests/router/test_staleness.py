@@ -65,6 +65,25 @@ def test_samples_of_later_steps_take_the_slots_that_the_step_under_way_leaves() 
     assert [lease.sample_id for lease in bench.leases(W1)] == [5, 6], "then step 3"
 
 
+def test_samples_of_later_steps_give_their_slots_to_the_step_under_way() -> None:
+    """An engine is lost, and the others are full of later steps: earliest deadline first holds for slots that are taken, too."""
+    bench = bench_of(2, 3, prompts=3)
+    first = bench.join(W1)
+    assert [lease.sample_id for lease in first] == [1, 2, 3, 4], "step 1, and one of step 2"
+    later = bench.join(W2)
+    assert [lease.sample_id for lease in later] == [5, 6, 7, 8], "the rest of step 2, and two of step 3"
+    bench.chunk(W2, later[3], 0, 5)
+    bench.say(W1, GOODBYE)
+    [order] = bench.take(W2, Yield)
+    assert [sample_id for sample_id, _ in order.leases] == [7, 8, 5], (
+        "as many as wait: those of step 3 first, then the one of step 2 that has the fewest tokens"
+    )
+    assert "3 samples of step 1, which is under way, wait for a slot" in order.reason
+    bench.say(W2, Yielded(tuple(Held(id_, epoch, 5 if id_ == 8 else 0) for id_, epoch in order.leases)))
+    assert [lease.sample_id for lease in bench.leases(W2)] == [1, 2, 3]
+    assert bench.take(W2, Yield) == [], "sample 4 is of step 2, and waits"
+
+
 def test_a_group_is_generated_with_the_weights_of_its_time_and_its_chunks_name_them() -> None:
     bench = bench_of(1, 2)
     first, ahead = bench.join(W1)

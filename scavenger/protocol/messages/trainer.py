@@ -221,12 +221,18 @@ class CloseRun(Message, frozen=True):
 
 
 class Trained(MessagePart, frozen=True):
-    """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took."""
+    """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took.
+
+    `scored`: whole groups of the step that have their rewards, -1 = the trainer does not say. `reward_s`: seconds from a group's arrival to
+    its rewards, on average over those that came lately.
+    """
 
     step: int
     groups: Count
     tokens: Count
     seconds: Rate
+    scored: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
+    reward_s: Rate = 0.0
 
 
 class Ping(Message, frozen=True):

@@ -331,7 +331,10 @@ def trained(core: Core, run: ActiveRun, body: Trained) -> None:
     """How far the trainer is; pings repeat it."""
     if run.progress.newest == ("train", body.step) and body != run.progress.trained:
         run.progress.trained = body
-        run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
+        run.policy.observe(
+            TrainedGroups(body.step, body.groups, body.tokens, body.seconds, body.scored, body.reward_s),
+            core.now,
+        )
 
 
 def retire_versions(run: ActiveRun, keep: int = 4) -> None:
