@@ -435,9 +435,15 @@ class Run:
         """Say that the processes of these reserved engines are gone: their samples move, and they hold no memory."""
         self.call(messages.EndReserved(tuple(names), messages.words(reason)))
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`."""
-        self._trained = messages.Trained(step, groups, tokens, seconds)
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
+        """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`.
+
+        With steps in advance also `scored`, the step's groups that have their rewards (-1: not said), and `reward_s`, the seconds from a
+        group's arrival to its rewards: while the trainer waits for rewards, its reserved engines generate for later steps.
+        """
+        self._trained = messages.Trained(step, groups, tokens, seconds, scored, reward_s)
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """Tell how engines agree with this trainer on samples that `step` trains (`DoneSample.spans` names them).

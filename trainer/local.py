@@ -249,7 +249,9 @@ class LocalRun:
     def end_reserved(self, names: Sequence[str], reason: str) -> None:
         """It ends with this process."""
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
         """Not used here: no daemon plans by it."""
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:

@@ -36,15 +36,13 @@ NEAR = 0.02
 @dataclass(frozen=True, slots=True)
 class Pace:
     """What is forecast of a step. `tokens`: of its completions. `longest`: of the longest one. `context`: of a sample on an engine, prompt
-    included, on average over time. `curve`: of one engine. `busy_s`: of the trainer's GPUs a step, changes of the window included.
-    `reward_s`: from a completion's last token until it can be trained."""
+    included, on average over time. `curve`: of one engine. `busy_s`: of the trainer's GPUs a step, changes of the window included."""
 
     tokens: float
     longest: float
     context: float
     curve: SpeedCurve
     busy_s: float
-    reward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +120,7 @@ def generated_s(view: AdmissionView, pace: Pace, batch: int) -> float:
 
 def longest_s(view: AdmissionView, pace: Pace, batch: int) -> float:
     """Seconds that a step lasts at least for its longest completion to be whole in time."""
-    generating = pace.longest * pace.curve.step_s(batch, batch * pace.context)
-    return (generating + pace.reward_s) / (view.ahead + WITHIN)
+    return pace.longest * pace.curve.step_s(batch, batch * pace.context) / (view.ahead + WITHIN)
 
 
 def step_s(view: AdmissionView, pace: Pace, batch: int) -> float:

@@ -83,7 +83,9 @@ class Under:
     window_end: float = -1.0
     unscored: list[GroupDone] = field(default_factory=list)  # of `done`, those whose rewards are waited for
     training: list[GroupDone] = field(default_factory=list)  # those of the round under way
-    scored: int = 0  # groups whose rewards came since the machine heard of any
+    scored: list[GroupDone] = field(
+        default_factory=list
+    )  # those whose rewards came, as the machine is yet to hear
     rounds: int = 0
     toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
@@ -225,9 +227,7 @@ class SimTrainer:
         under = self._under
         if under is not None and group in under.unscored:
             under.unscored.remove(group)
-            under.ready.append(group)
-            under.scored += 1
-            self._report(under)
+            under.scored.append(group)
             self._react_later()
 
     def _react_later(self) -> None:
@@ -283,8 +283,9 @@ class SimTrainer:
         under.harvested = max(under.harvested, self._fleet.harvested)
         events = under.session.observe(self._fleet, self._memory())
         if under.scored:
-            events.append(train_step.GroupsScored(under.scored))
-            under.scored = 0
+            events.append(train_step.GroupsScored(len(under.scored)))
+            under.ready.extend(under.scored)
+            under.scored.clear()
         for group in [group for group in self._inbox if group.step == under.step]:
             self._inbox.remove(group)
             scoring = group.group_id in self._scoring
@@ -437,7 +438,9 @@ class SimTrainer:
 
     def _report(self, under: Under) -> None:
         """How far the step is: with the next ping."""
-        waiting = {group.group_id for group in (*under.ready, *under.unscored, *under.training)}
+        waiting = {
+            group.group_id for group in (*under.ready, *under.unscored, *under.scored, *under.training)
+        }
         past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
         progress = Trained(under.step, len(past), sum(past), under.seconds.trained)
         if self._scores:

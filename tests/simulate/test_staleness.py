@@ -32,3 +32,15 @@ def test_the_lengths_that_a_step_trains_are_those_that_were_asked_for(k: int, on
             for length in scenario.lengths.group(streams, step.step, prompt, scenario.samples)
         ]
         assert (step.samples, step.tokens) == (len(asked), sum(asked)), f"step {step.step}"
+
+
+@pytest.mark.parametrize("engines", [1, 4])
+def test_reserved_engines_generate_while_rewards_are_waited_for(engines: int) -> None:
+    """A first step with k = 1 and slow rewards: the reserved GPUs slept beside whole groups that had no rewards yet, as if those were
+    work, while a harvested engine generated alone."""
+    slow = replace(small(3, 2), reward_s=60.0, max_engines=engines)
+    [alone, *_] = simulate(slow, SIMULATED_POLICIES["ours"]).steps
+    first, second = simulate(replace(slow, max_off_policy_steps=1), SIMULATED_POLICIES["ours"]).steps
+    assert first.wait_s < 0.5 * slow.reward_s, "its GPUs idle while they wait"
+    assert first.seconds < 1.05 * alone.seconds
+    assert second.seconds < 0.5 * alone.seconds, "it was generated meanwhile"

@@ -131,7 +131,9 @@ class RecordedRun:
         self.ended += [(name, reason) for name in names]
         self.memory = [ASLEEP]
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
         self.progress.append((step, groups, tokens))
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
@@ -309,7 +311,7 @@ def test_nothing_is_trained_until_the_daemon_says_that_every_reserved_engine_sle
         polls[0] += run.told[-1:] == [False]
         return poll(timeout_s)
 
-    def training(step: int, groups: int, tokens: int, seconds: float) -> None:
+    def training(step: int, groups: int, tokens: int, seconds: float, *scored: float) -> None:
         assert polls[0] >= late, "an engine holds its memory"
         trained(step, groups, tokens, seconds)
 

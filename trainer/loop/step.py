@@ -102,7 +102,9 @@ class TrainerRun(Protocol):
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
     def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None: ...
     def report_agreement(
         self, step: int, spans: Sequence[messages.SpanSums]
     ) -> tuple[messages.Suspect, ...]: ...
@@ -319,6 +321,7 @@ class Stepper:
             reserved=self._has_reserved,
             round_groups=self._ranks.data_parallel,
             sleep_timeout_s=config.reserved.sleep_timeout_s,
+            ahead=config.algorithm.max_off_policy_steps > 0,
         )
 
     def _capacity(self, now: float) -> Capacity:
@@ -422,6 +425,8 @@ class Stepper:
         events = self._replace(work, [judged.group for judged in scored]) + events
         if scored:
             events.append(train_step.GroupsScored(len(scored), untrained))
+        if (scored or arrived) and self._config.algorithm.max_off_policy_steps:
+            self._report_progress(work)
         work.seconds.reward += time.monotonic() - after
         # A `StepTick` from a poll that did not wait would keep the loop from ever waiting again.
         return events or ([train_step.StepTick()] if timeout_s else [])
@@ -472,11 +477,22 @@ class Stepper:
         self._train_groups(work, taken)
         self._compare(work, taken)
         work.seconds.train += time.monotonic() - started
-        waiting = {group.group_id for group in work.ready}
-        # Of groups that were trained, or have nothing to train.
-        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
-        self._run.trained(work.step, len(past), sum(past), work.seconds.train)
+        self._report_progress(work)
         return len(taken)
+
+    def _report_progress(self, work: _Work) -> None:
+        """Of groups that were trained, or have nothing to train; with steps in advance also how many have their rewards: reserved engines
+        generate for later steps while the trainer waits for the others'."""
+        waiting = {group.group_id for group in work.ready}
+        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
+        seconds = work.seconds.train
+        if not self._config.algorithm.max_off_policy_steps:
+            self._run.trained(work.step, len(past), sum(past), seconds)
+            return
+        scored = len(work.judged)
+        if self._barrier and scored < len(work.submitted):
+            scored = 0  # none can be trained before the last one has its rewards
+        self._run.trained(work.step, len(past), sum(past), seconds, scored, self._scoring.reward_s)
 
     def _train_groups(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
         """Add the gradients of those in the first mini-batch; keep the others for theirs."""

@@ -351,7 +351,6 @@ class Predictive:
             longest=table.at(Belief(), 0, 1 - 1 / max(2, step.samples)),
             context=held,
             curve=curve,
-            reward_s=self._policy_forecast.reward_s,
             busy_s=train_s * trained + forecast.finish.value + forecast.sleep_s + forecast.wake_s,
         )
 

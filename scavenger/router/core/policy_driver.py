@@ -147,11 +147,15 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     if not able:
         return []
     waiting: dict[int, list[Sample]] = {}
+    # What the step under way waits for is kept free for it: a slot that one of a later step gave it would else go back to that.
+    most = run.engine.max_batch
+    left = sum(max(0, most - leases[w.id]) for w in samples.serving(run, samples.queued_version(run)))
     for sample in run.queue.waiting(samples.queued_version(run)):
         group = sample.group
+        left -= staleness.is_now(run, group)
         if staleness.is_bounded(group) and group.step > now and not group.orphaned:
             waiting.setdefault(group.step, []).append(sample)
-    if not waiting:
+    if not waiting or left <= 0:
         return []
     found: list[SamplePlacement] = []
     for step, some in sorted(waiting.items()):
@@ -163,6 +167,8 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
         for sample_id, worker_id in placement.place(
             (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
         ):
+            if len(found) >= left:
+                return found
             leases[worker_id] += 1
             why = f"in advance, of step {step} while step {now} is under way; {decided.reason}"
             found.append(SamplePlacement(sample_id, worker_id, why))
