@@ -1,9 +1,10 @@
 """What bounded staleness brings: throughput at k = 0, 1, 2, 4, 8 beside k = 0 and beside three asynchronous trainers.
 
     python -m benchmarks.staleness --traces DIR [--ks 0,1,2,4,8] [--seeds 2] [--hours 0.75] [--cells ...] [--jobs 1]
-        [--on-new-version switch] [--on-late wait] [--reward-s 0] [--out docs/staleness.md]
+        [--on-new-version switch] [--reward-s 0]
 
-Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one of the
+Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
+of the
 policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the ratio to
 k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. Below each cell the
 asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
@@ -54,14 +55,13 @@ class Play:
     hours: float
     traces: str
     on_new_version: str
-    on_late: str
     reward_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of one simulation, after its warm-up: tokens trained a second; means a step, in seconds; `thrown`: samples that were thrown away for
-    age; `later`: trained in a later step than asked for. `others`: of each asynchronous trainer (tokens a second, thrown, ages)."""
+    age; `others`: of each asynchronous trainer (tokens a second, thrown, ages)."""
 
     tokens_per_s: float
     step_s: float
@@ -215,13 +215,12 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.75)
     parser.add_argument("--cells", default=";".join(CELLS), help="names, with semicolons between them")
     parser.add_argument("--on-new-version", default="switch", choices=("switch", "finish"))
-    parser.add_argument("--on-late", default="wait", choices=("wait", "later"))
     parser.add_argument("--reward-s", type=float, default=0.0)
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     ks = sorted({0, *(int(k) for k in args.ks.split(","))})
     plays = [
-        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.on_late, args.reward_s)
+        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.reward_s)
         for seed in range(args.seeds)
         for cell in args.cells.split(";")
         for k in ks

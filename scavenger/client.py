@@ -459,6 +459,17 @@ class Run:
             suspects = answer.suspects
         return suspects
 
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        """The trainer has nothing to do but to wait for these groups of `step`: returns those that the next step is to train instead.
+
+        None where one of them would be older than `algorithm.max_off_policy_steps` then, or where too few of the step's groups are whole.
+        """
+        answer = self.call(messages.DeferLate(step, tuple(groups)))
+        if not isinstance(answer, messages.Deferred):
+            raise WireError(f"the daemon answered DeferLate with {type(answer).__name__}")
+        self._submitted.update(dict.fromkeys(answer.groups, ("train", step + 1)))
+        return answer.groups
+
     def commit(
         self,
         step: int,

@@ -254,6 +254,10 @@ class LocalRun:
     ) -> None:
         """Not used here: no daemon plans by it."""
 
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        """None: nothing is generated in advance."""
+        return ()
+
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """There is one engine, and nothing to compare it with."""
         return ()

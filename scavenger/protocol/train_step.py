@@ -81,6 +81,14 @@ class GroupsAdded:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsDeferred:
+    """The step asked for these groups, with so many samples; they came late, and a later step trains them."""
+
+    groups: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetChanged:
     """Live workers, as the daemon last said. `reserved`: awake or asleep."""
 
@@ -127,6 +135,7 @@ Event = (
     GroupsCompleted
     | GroupsScored
     | GroupsAdded
+    | GroupsDeferred
     | FleetChanged
     | WindowDecided
     | ReservedAsleep
@@ -232,6 +241,12 @@ class StepState:
         return self.outstanding > 0 or (
             self.plan.ahead and self.scoring_groups > 0 and self.decided is SeedWindowState.OPEN
         )
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Whether the trainer has its GPUs, has no full round to do, and waits for nothing but outstanding samples."""
+        idle = self.ready_groups < self.plan.round_groups and not self.scoring_groups and self.passed_groups > 0
+        return self.phase is StepPhase.TRAIN and idle and self.outstanding > 0
 
     @property
     def ready_groups(self) -> int:
@@ -505,6 +520,13 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
         case GroupsAdded(groups, samples):
             plan = replace(
                 state.plan, samples=state.plan.samples + samples, groups=state.plan.groups + groups
+            )
+            state = replace(state, plan=plan)
+        case GroupsDeferred(groups, samples):
+            if samples > state.outstanding or groups > state.plan.groups - state.done_groups:
+                raise ValueError(f"{event}: only {state.outstanding} samples of the step are outstanding")
+            plan = replace(
+                state.plan, samples=state.plan.samples - samples, groups=state.plan.groups - groups
             )
             state = replace(state, plan=plan)
         case FleetChanged():

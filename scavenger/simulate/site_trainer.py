@@ -8,6 +8,7 @@ by what the daemon delivers; lengths it learns when they are there.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,12 @@ from scavenger.errors import SimulationError
 from scavenger.protocol import reserved_memory, train_step
 from scavenger.protocol.messages import (
     PROTOCOL,
+    Accepted,
     Call,
     CallBody,
     CommitStep,
+    DeferLate,
+    Deferred,
     Denied,
     EndReserved,
     EngineSpec,
@@ -56,6 +60,8 @@ _SOURCE = WeightSource("simulated", "", b"")
 PING_S = 20.0
 #: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
 TELL_S = 1.0
+#: Between two questions whether late groups may be trained in a later step.
+LATE_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -81,6 +87,7 @@ class Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    late_asked_at: float = -math.inf
     unscored: list[GroupDone] = field(default_factory=list)  # of `done`, those whose rewards are waited for
     training: list[GroupDone] = field(default_factory=list)  # those of the round under way
     scored: list[GroupDone] = field(
@@ -133,6 +140,9 @@ class SimTrainer:
         self._fleet = Fleet(0, 0, 0, 0, 0)
         self._inbox: deque[GroupDone] = deque()
         self._asked = 0  # the last step that was submitted
+        self._groups_of: dict[int, set[int]] = {}  # step -> ids of its groups that are not committed
+        self._late: tuple[int, ...] = ()  # groups of the step before that this one trains
+        self._submits: dict[int, int] = {}  # call -> the step that it submitted
         self._lengths: dict[int, Sequence[int]] = {}  # by group, of groups that came and are not committed
         #: Rewards take their time while a step is under way, as live. On policy a group counts as come once it has them.
         self._scores = scenario.max_off_policy_steps > 0 and scenario.reward_s > 0
@@ -211,6 +221,10 @@ class SimTrainer:
             case Fleet():
                 self._fleet = message
                 self._react_later()
+            case Reply(id=call, body=Accepted(group_ids=ids)):
+                self._groups_of[self._submits.pop(call)] = set(ids)
+            case Reply(body=Deferred(groups=groups)):
+                self._put_off(groups)
             case Reply(body=Denied() as denied):
                 raise SimulationError(
                     f"the daemon refused a call of the trainer: {denied.reason}", denied.remedy
@@ -247,23 +261,30 @@ class SimTrainer:
         sc = self._scenario
         prompt, sampling = zeros(sc.prompt_tokens), Sampling(sc.lengths.cap)
         self._since = self._sim.now
-        groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
         while self._asked < step + sc.max_off_policy_steps:
+            # Where groups may change steps, a prompt's index is its place in the data, as live.
+            first = self._asked * sc.prompts if sc.on_late == "later" else 0
+            groups = tuple(
+                GroupSpec(first + index, prompt, sc.samples, sampling) for index in range(sc.prompts)
+            )
             self._asked += 1
+            self._submits[self._calls + 1] = self._asked  # the answer may be here before the call returns
             self._call(SubmitGroups(self._asked, self._version, "train", groups))
         session = StepSession(
             self._plan(), self._fleet, self._memory(), reserved_awake=self.reserved_awake, now=self._sim.now
         )
         self._under = Under(step, self._sim.now, self._fleet.harvested, session)
+        self._late = ()
         self._actions.extend(session.first)
         self._act()
 
     def _plan(self) -> train_step.StepPlan:
         sc, simulated_policy = self._scenario, self._simulated_policy
         ranks = min(sc.trainer.ranks, sc.prompts)
+        groups = sc.prompts + len(self._late)
         return train_step.StepPlan(
-            sc.prompts * sc.samples,
-            sc.prompts,
+            groups * sc.samples,
+            groups,
             simulated_policy.window,
             sc.wake_after_s,
             simulated_policy.harvest,
@@ -296,6 +317,31 @@ class SimTrainer:
             self._report(under)
         self._feed(under, events or [train_step.StepTick()])
         self._act()
+        self._ask_late(under)
+
+    def _ask_late(self, under: Under) -> None:
+        """As a live trainer: where all that came is trained, the next step may train what is late."""
+        sc = self._scenario
+        if sc.on_late != "later" or self._computing or self._under is not under or self.stopped:
+            return
+        if not under.session.state.waits_for_samples or self._sim.now < under.late_asked_at + LATE_AGAIN_S:
+            return
+        under.late_asked_at = self._sim.now
+        missing = self._groups_of.get(under.step, set()) - {group.group_id for group in under.done}
+        self._call(DeferLate(under.step, tuple(sorted(missing))))
+        self._sim.after(LATE_AGAIN_S, self._react_later)
+
+    def _put_off(self, groups: Sequence[int]) -> None:
+        """These are of the next step now."""
+        under = self._under
+        if under is None or not groups:
+            return
+        self._groups_of[under.step] -= set(groups)
+        self._groups_of.setdefault(under.step + 1, set()).update(groups)
+        self._late = tuple(groups)
+        self._feed(under, [train_step.GroupsDeferred(len(groups), len(groups) * self._scenario.samples)])
+        if not self._computing:
+            self._act()
 
     def _sleeps(self, under: Under) -> bool:
         return (
@@ -481,6 +527,7 @@ class SimTrainer:
         } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
         self._under = None
+        self._groups_of.pop(under.step, None)
         for group in under.done:
             del self._lengths[group.group_id]
         self._finished(

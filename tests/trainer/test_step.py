@@ -136,6 +136,9 @@ class RecordedRun:
     ) -> None:
         self.progress.append((step, groups, tokens))
 
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         return ()
 

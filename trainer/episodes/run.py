@@ -240,6 +240,9 @@ class EpisodeRun:
     ) -> None:
         self._run.trained(step, groups, tokens, seconds, scored, reward_s)
 
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        return self._run.defer_late(step, groups)
+
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """Nobody knows yet which engine said which turn."""
         return ()

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from scavenger.protocol.messages.common import (
+    MAX_CALL_SAMPLES,
     MAX_CONFIG_CHARS,
     MAX_SPAN_SUMS,
     MAX_SPANS,
@@ -245,6 +246,16 @@ class Ping(Message, frozen=True):
     trained: Trained | None = None
 
 
+class DeferLate(Message, frozen=True):
+    """The trainer has nothing to do but to wait for these groups of `step`: may a later step train them? Answered by `Deferred`.
+
+    Asked again, it names those that are of the later step by now.
+    """
+
+    step: int
+    groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)]
+
+
 CallBody = (
     OpenRun
     | Attach
@@ -253,6 +264,7 @@ CallBody = (
     | SetReserved
     | EndReserved
     | ReportAgreement
+    | DeferLate
     | CommitStep
     | RecordCheckpoint
     | CloseRun
@@ -331,7 +343,14 @@ class Suspects(Message, frozen=True):
     suspects: tuple[Suspect, ...]
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | TurnAccepted
+class Deferred(Message, frozen=True):
+    """Answer to DeferLate: of the groups that were named, those that are of the step after it now; and why these, or none."""
+
+    groups: tuple[int, ...]
+    reason: BoundedText
+
+
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | Deferred | TurnAccepted
 
 
 class Reply(Message, frozen=True):
