@@ -245,7 +245,9 @@ class StepState:
     @property
     def waits_for_samples(self) -> bool:
         """Whether the trainer has its GPUs, has no full round to do, and waits for nothing but outstanding samples."""
-        idle = self.ready_groups < self.plan.round_groups and not self.scoring_groups and self.passed_groups > 0
+        idle = (
+            self.ready_groups < self.plan.round_groups and not self.scoring_groups and self.passed_groups > 0
+        )
         return self.phase is StepPhase.TRAIN and idle and self.outstanding > 0
 
     @property
