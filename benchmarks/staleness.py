@@ -4,10 +4,9 @@
         [--on-new-version switch] [--reward-s 0]
 
 Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
-of the
-policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the ratio to
-k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. Below each cell the
-asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
+of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
+ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. Below
+each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
 """
 
 from __future__ import annotations

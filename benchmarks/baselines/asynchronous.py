@@ -8,11 +8,9 @@ forecast. What each does:
               `max_async_level` batches of them (1), then nothing more begins.
               `orchestrator/scheduler.py`, later `orchestrator/dispatcher.py` (`max_off_policy_steps`, `on_new_version`, `fill_inflight`),
               github.com/PrimeIntellect-ai/prime-rl
-    Verl      a counter of samples of the present version: at int(required * (1 + staleness_threshold) * trigger_parameter_sync_step)
-    nothing
-              more begins; a new version sets it to what is in flight and queued. `on_full`: "wait" as that, or "drop": nothing waits,
-              and the
-              queue, of as many places, loses its oldest sample to the newest.
+    Verl      a counter of samples of the present version: once it is int(required * (1 + staleness_threshold) *
+              trigger_parameter_sync_step) nothing more begins; a new version sets it to what is in flight and queued. `on_full`: "wait" as
+              that, or "drop": nothing waits, and the queue, of as many places, loses its oldest sample to the newest.
               `experimental/fully_async_policy` (`set_max_required_samples`, `reset_staleness`, `message_queue.put_sample`),
               github.com/volcengine/verl
     AReaL     capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch - (accepted + running)).

@@ -5,8 +5,7 @@
 As those systems are laid out, rollout and training have GPUs of their own: of the reserved GPUs some generate throughout, the others train.
 `best` takes the split with the most tokens a second, so that none of them is judged by a poor one. In their favour: weights come to all
 engines at once at each one's full rate while it generates, a request goes to the emptiest engine, nothing else costs anything. An engine
-that
-is lost costs its samples all of their tokens (none of the three has them anywhere else); they begin again elsewhere.
+that is lost costs its samples all of their tokens (none of the three has them anywhere else); they begin again elsewhere.
 
 Lengths, decode speed and the trainer's cost are the simulator's (`decode`, `lengths`, `trainer_model`).
 """

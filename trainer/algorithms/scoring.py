@@ -96,8 +96,7 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A group that is being scored: the reward to come of each sample in index order, None where none was asked for. `begun`: when;
-    `ended`:
-    when each of its rewards came, as they come (seconds of a monotonic clock)."""
+    `ended`: when each of its rewards came, as they come (seconds of a monotonic clock)."""
 
     group: messages.GroupDone
     samples: tuple[tuple[messages.DoneSample, Future[Reward] | None], ...]

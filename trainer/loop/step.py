@@ -398,8 +398,8 @@ class Stepper:
         return [train_step.GroupsAdded(count, count * config.data.samples_per_prompt)]
 
     def _put_off(self, work: _Work, state: train_step.StepState) -> list[train_step.Event]:
-        """With `on_late = "later"`, where all that came is trained: groups that the daemon lets the next step train are of that from now
-        on.
+        """With `on_late = "later"`, where all that came is trained: groups that the daemon lets the next step train are of that one now.
+
         The daemon is asked again every `LATE_AGAIN_S`: meanwhile others may have become whole."""
         later = self._ahead.get(work.step + 1)
         if self._config.algorithm.on_late != "later" or later is None or not state.waits_for_samples:
