@@ -1,11 +1,12 @@
-"""What bounded staleness brings: throughput at k = 0, 1, 2, 4, 8 as ratios to k = 0 on the same fleet, lengths and cold starts.
+"""What bounded staleness brings: throughput at k = 0, 1, 2, 4, 8 beside k = 0 and beside three asynchronous trainers.
 
-    python -m benchmarks.staleness [--ks 0,1,2,4,8] [--seeds 3] [--hours 2] [--cells few,many] [--on-new-version switch] [--jobs 1]
+    python -m benchmarks.staleness --traces DIR [--ks 0,1,2,4,8] [--seeds 2] [--hours 0.75] [--cells ...] [--jobs 1]
+        [--on-new-version switch] [--reward-s 0]
 
-Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is a small
-run of Qwen3-8B on 4 H100, 256 heavy-tailed completions a step, on idle GPUs that other users take back every quarter of an hour. Each
-line: the median over seeds of the ratio to k = 0 of the same seed, and the lowest and highest seed; then, as medians, where a step's
-seconds went, how old its samples were, and what was thrown away for age, which is counted and must be 0.
+Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
+of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
+ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. Below
+each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
 """
 
 from __future__ import annotations
@@ -14,127 +15,192 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from benchmarks.baselines import asynchronous, asynchronous_run
+from benchmarks.baselines.asynchronous import Rule
 from benchmarks.many import each, median
-from benchmarks.sensitivity import Cell
-from scavenger.simulate import presets
+from benchmarks.policies_cells import SETTINGS, fleet_of
+from benchmarks.policies_table import Unit
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.trainer_model import TrainerSpec
 
-ENGINE = presets.engine("Qwen3-8B", "H100")
-TRAINER = TrainerSpec(ENGINE.model, ENGINE.gpu, 4, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
-CAP = 14_336
-#: Name -> (harvested engines at most, how many times faster than the trace's GPUs change hands)
-CELLS = {"alone": (1, 16.0), "few": (4, 16.0), "many": (16, 16.0)}
+#: (segment, model, most engines): each kind of trace, each model, few and many engines.
+CELLS = {
+    "earth-volatile 8B, 4": ("earth-volatile", "Qwen3-8B", 4),
+    "spot-volatile 8B, 1": ("spot-volatile", "Qwen3-8B", 1),
+    "spot-busy 14B, 2": ("spot-busy", "Qwen3-14B", 2),
+    "earth-median 32B, 8": ("earth-median", "Qwen3-32B", 8),
+}
 #: Of the run, which is not counted: before it the fleet is not there, and nothing is learned.
-WARM_UP = 0.15
+WARM_UP = 0.2
+#: What the asynchronous trainers of the table are allowed: as much as ours with this k, but for prime-rl, whose bound is 8.
+AHEAD = 4
+#: prime-rl has no rule for its pool: the best of these, in batches.
+POOLS = (1, 2, 4)
+GOAL, FLOOR = 1.3, 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One simulation."""
+class Play:
+    """One simulation of ours with the asynchronous trainers beside k = 0."""
 
     cell: str
     k: int
     seed: int
     hours: float
+    traces: str
     on_new_version: str
+    reward_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one simulation, after its warm-up: tokens trained a second; means a step, in seconds; preemptions; steps."""
+    """Of one simulation, after its warm-up: tokens trained a second; means a step, in seconds; `thrown`: samples that were thrown away for
+    age; `others`: of each asynchronous trainer (tokens a second, thrown, ages)."""
 
     tokens_per_s: float
     step_s: float
     seed_s: float
+    toggle_s: float
     wait_s: float
     train_s: float
-    toggle_s: float
     preemptions: int
-    steps: int
-    prefilled: float  # tokens prefilled a token trained
-    beyond: (
-        int  # samples that were generated whole and not trained, of steps that were committed: thrown away
+    thrown: int
+    prefilled: float
+    others: dict[str, tuple[float, int, float, int]]
+
+
+def scenario_of(play: Play) -> Scenario:
+    segment, model, engines = CELLS[play.cell]
+    unit = Unit(segment, model, engines, play.seed)
+    cell = SETTINGS["live"](unit, fleet_of(Path(play.traces), segment, play.seed))
+    return replace(
+        cell,
+        horizon_s=min(cell.horizon_s, play.hours * 3600.0),
+        max_off_policy_steps=play.k,
+        on_new_version="finish" if play.on_new_version == "finish" else "switch",
+        reward_s=play.reward_s,
     )
 
 
-def scenario_of(unit: Unit) -> Scenario:
-    engines, volatility = CELLS[unit.cell]
-    end_s = unit.hours * 3600.0
-    fleet = Cell(volatility=volatility).fleet(unit.seed)
-    return Scenario(
-        ENGINE,
-        4,
-        ENGINE,
-        TRAINER,
-        Lognormal.with_mean(3000, 1.0, CAP, 0.5),
-        fleet,
-        prompts=32,
-        samples=8,
-        horizon_s=min(end_s, fleet.end_s),
-        max_engines=engines,
-        max_batch=128,
-        heartbeat_s=10.0,
-        tick_s=5.0,
-        poll_interval_s=10.0,
-        max_off_policy_steps=unit.k,
-        on_new_version="finish" if unit.on_new_version == "finish" else "switch",
-        seed=unit.seed,
-    )
+def rules(prompts: int) -> dict[str, Sequence[Rule]]:
+    """By the name in the table, what is tried: the best of them counts."""
+    return {
+        "prime-rl, bound 8": [asynchronous.PrimeRL(prompts * pool) for pool in POOLS],
+        f"verl, threshold {AHEAD}, waits": [asynchronous.Verl(AHEAD)],
+        f"verl, threshold {AHEAD}, drops": [asynchronous.Verl(AHEAD, "drop")],
+        f"AReaL, staleness {AHEAD}": [asynchronous.AReaL(AHEAD, sys.maxsize)],
+    }
 
 
-def played(unit: Unit) -> Found:
-    scenario = scenario_of(unit)
+def others_of(
+    scenario: Scenario, out: SimulationOutcome, since: float
+) -> dict[str, tuple[float, int, float, int]]:
+    lives = asynchronous_run.lives_of(out.engines)
+    found = {}
+    for name, some in rules(scenario.prompts).items():
+        tried = [asynchronous_run.best(scenario, rule, lives, since) for rule in some]
+        one = max(tried, key=lambda played: played.tokens_per_s(since))
+        ages = [step.age_mean for step in one.steps] or [0.0]
+        most = max([step.age_most for step in one.steps], default=0)
+        found[name] = (one.tokens_per_s(since), one.thrown, statistics.mean(ages), most)
+    return found
+
+
+def played(play: Play) -> Found:
+    scenario = scenario_of(play)
     out = simulate(scenario, SIMULATED_POLICIES["ours"])
     since = WARM_UP * scenario.horizon_s
-    steps = [step for step in out.steps if step.start_s >= since]
-    seconds = steps[-1].end_s - steps[0].start_s
-    tokens = sum(step.tokens for step in steps)
+    ends = [step for step in out.steps if step.end_s >= since]
+    steps = ends[1:]
+    if not steps:
+        raise SystemExit(f"{play.cell}, k = {play.k}: no whole step after {since:.0f} s: give more --hours")
+    seconds = steps[-1].end_s - ends[0].end_s
 
     def mean(part: str) -> float:
         return statistics.mean(float(getattr(step, part)) for step in steps)
 
     return Found(
-        tokens / seconds,
+        sum(step.tokens for step in steps) / seconds,
         seconds / len(steps),
         mean("seed_s"),
+        mean("toggle_s"),
         mean("wait_s"),
         mean("train_s"),
-        mean("toggle_s"),
         out.preemptions,
-        len(steps),
+        scenario.prompts * scenario.samples * len(out.steps) - sum(step.samples for step in out.steps),
         out.prefilled / max(1, out.tokens),
-        sum(scenario.prompts * scenario.samples - step.samples for step in out.steps),
+        others_of(scenario, out, since) if not play.k else {},
     )
 
 
-def table(ks: Sequence[int], found: dict[Unit, Found]) -> list[str]:
-    lines = [
-        "cell    k   ratio to k=0 (lowest, highest)   tokens/s   step   seed   wait  train  thrown away  preemptions  prefilled"
-    ]
-    for cell in dict.fromkeys(unit.cell for unit in found):
+def spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def rows(cell: str, ks: Sequence[int], found: dict[Play, Found]) -> list[str]:
+    """A cell's lines of the table."""
+    base = {play.seed: one for play, one in found.items() if (play.cell, play.k) == (cell, 0)}
+    lines = []
+    for k in ks:
+        mine = {play.seed: one for play, one in found.items() if (play.cell, play.k) == (cell, k)}
+        if not mine:
+            continue
+        ratios = [mine[seed].tokens_per_s / base[seed].tokens_per_s for seed in sorted(mine)]
+        best = [
+            mine[seed].tokens_per_s / max(other[0] for other in base[seed].others.values())
+            for seed in sorted(mine)
+        ]
+        parts = " | ".join(
+            f"{median([getattr(one, part) for one in mine.values()]):,.0f}"
+            for part in ("tokens_per_s", "step_s", "seed_s", "toggle_s", "wait_s", "train_s")
+        )
+        thrown = sum(one.thrown for one in mine.values())
+        prefilled = median([one.prefilled for one in mine.values()])
+        lines.append(
+            f"| {cell} | ours, k = {k} | {spread(ratios)} | {spread(best)} | {parts} | {prefilled:.2f} | {thrown} | at most {k} |"
+        )
+    for name in next(iter(base.values())).others:
+        theirs = {seed: one.others[name] for seed, one in base.items()}
+        ratios = [theirs[seed][0] / base[seed].tokens_per_s for seed in sorted(base)]
+        rate, mean = (median([one[at] for one in theirs.values()]) for at in (0, 2))
+        thrown, most = sum(one[1] for one in theirs.values()), max(one[3] for one in theirs.values())
+        lines.append(
+            f"| {cell} | {name} | {spread(ratios)} | | {rate:,.0f} | | | | | | | {thrown:,} | {mean:.1f}, at most {most} |"
+        )
+    return lines
+
+
+HEAD = (
+    "| cell | who | ratio to k = 0 | to the best of the others | tokens/s | step s | generating | toggling | waiting | training | "
+    "prefilled a token | thrown away | age |"
+)
+
+
+def missed(ks: Sequence[int], found: dict[Play, Found]) -> list[str]:
+    """Goals of k = 4, and the floor of each k, that a cell misses."""
+    lines = []
+    for cell in dict.fromkeys(play.cell for play in found):
+        base = {play.seed: one for play, one in found.items() if (play.cell, play.k) == (cell, 0)}
         for k in ks:
-            mine = {unit.seed: one for unit, one in found.items() if (unit.cell, unit.k) == (cell, k)}
-            base = {unit.seed: one for unit, one in found.items() if (unit.cell, unit.k) == (cell, 0)}
-            ratios = [mine[seed].tokens_per_s / base[seed].tokens_per_s for seed in sorted(mine)]
-            parts = [
-                median([getattr(one, part) for one in mine.values()])
-                for part in ("tokens_per_s", "step_s", "seed_s", "wait_s", "train_s")
-            ]
-            thrown, lost = (
-                sum(getattr(one, part) for one in mine.values()) for part in ("beyond", "preemptions")
-            )
-            low, high = min(ratios), max(ratios)
-            lines.append(
-                f"{cell:6} {k:2}   {median(ratios):.2f}x ({low:.2f}, {high:.2f})               "
-                f"{parts[0]:8.0f} {parts[1]:6.0f} {parts[2]:6.0f} {parts[3]:6.0f} {parts[4]:6.0f} {thrown:8} {lost:12}"
-                f"   {median([one.prefilled for one in mine.values()]):.2f}"
-            )
+            mine = {play.seed: one for play, one in found.items() if (play.cell, play.k) == (cell, k)}
+            if not k or not mine:
+                continue
+            ratio = median([mine[seed].tokens_per_s / base[seed].tokens_per_s for seed in mine])
+            wanted = GOAL if k == AHEAD else FLOOR
+            if ratio < wanted:
+                lines.append(f"- {cell}, k = {k}: {ratio:.2f}, wanted {wanted}")
+    return lines
+
+
+def table(ks: Sequence[int], found: dict[Play, Found]) -> list[str]:
+    lines = [HEAD, "| --- " * (HEAD.count("|") - 1) + "|"]
+    for cell in dict.fromkeys(play.cell for play in found):
+        lines += rows(cell, ks, found)
     return lines
 
 
@@ -142,25 +208,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--traces", required=True, help="folder of the traces named in segments.json")
     parser.add_argument("--ks", default="0,1,2,4,8")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--hours", type=float, default=2.0)
-    parser.add_argument("--cells", default="few,many")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--hours", type=float, default=0.75)
+    parser.add_argument("--cells", default=";".join(CELLS), help="names, with semicolons between them")
     parser.add_argument("--on-new-version", default="switch", choices=("switch", "finish"))
+    parser.add_argument("--reward-s", type=float, default=0.0)
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     ks = sorted({0, *(int(k) for k in args.ks.split(","))})
-    units = [
-        Unit(cell, k, seed, args.hours, args.on_new_version)
-        for cell in args.cells.split(",")
+    plays = [
+        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.reward_s)
         for seed in range(args.seeds)
+        for cell in args.cells.split(";")
         for k in ks
     ]
     found = {}
-    for unit, one in each(played, units, args.jobs):
-        found[unit] = one
-        print(f"{unit.cell} k={unit.k} seed {unit.seed}: {one}", file=sys.stderr)
-    print("\n".join(table(ks, found)))
+    for play, one in each(played, plays, args.jobs):
+        found[play] = one
+        print(f"{play.cell} k={play.k} seed {play.seed}: {one}", file=sys.stderr, flush=True)
+    print("\n".join([*table(ks, found), "", *(missed(ks, found) or ["Every cell meets its goals."])]))
 
 
 if __name__ == "__main__":

@@ -435,9 +435,15 @@ class Run:
         """Say that the processes of these reserved engines are gone: their samples move, and they hold no memory."""
         self.call(messages.EndReserved(tuple(names), messages.words(reason)))
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`."""
-        self._trained = messages.Trained(step, groups, tokens, seconds)
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
+        """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`.
+
+        With steps in advance also `scored`, the step's groups that have their rewards (-1: not said), and `reward_s`, the seconds from a
+        group's arrival to its rewards: while the trainer waits for rewards, its reserved engines generate for later steps.
+        """
+        self._trained = messages.Trained(step, groups, tokens, seconds, scored, reward_s)
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """Tell how engines agree with this trainer on samples that `step` trains (`DoneSample.spans` names them).
@@ -452,6 +458,17 @@ class Run:
                 raise WireError(f"the daemon answered ReportAgreement with {type(answer).__name__}")
             suspects = answer.suspects
         return suspects
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        """The trainer has nothing to do but to wait for these groups of `step`: returns those that the next step is to train instead.
+
+        None where one of them would be older than `algorithm.max_off_policy_steps` then, or where too few of the step's groups are whole.
+        """
+        answer = self.call(messages.DeferLate(step, tuple(groups)))
+        if not isinstance(answer, messages.Deferred):
+            raise WireError(f"the daemon answered DeferLate with {type(answer).__name__}")
+        self._submitted.update(dict.fromkeys(answer.groups, ("train", step + 1)))
+        return answer.groups
 
     def commit(
         self,

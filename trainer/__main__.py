@@ -243,7 +243,7 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
     # without one: sampling.stop was changed since, or an older release wrote it.
     same = (state.adapters, state.tokenizer) == (bool(config.lora.rank), ranks.tokenizer)
     root = state.root if same else ""
-    return RunStart(state.step, root, path, state.cursor, state.owes_evaluation)
+    return RunStart(state.step, root, path, state.cursor, state.owes_evaluation, state.late)
 
 
 def set_aside(config: RunConfig, start: RunStart, attempt: int) -> None:

@@ -249,8 +249,14 @@ class LocalRun:
     def end_reserved(self, names: Sequence[str], reason: str) -> None:
         """It ends with this process."""
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
         """Not used here: no daemon plans by it."""
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        """None: nothing is generated in advance."""
+        return ()
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """There is one engine, and nothing to compare it with."""

@@ -404,6 +404,10 @@ class AlgorithmSection(Section):
     """With `max_off_policy_steps` above 0, what an engine that generates does when there are new weights. `switch`: it gives its
     samples back, loads the weights and goes on; a quarter of the engines at a time. `finish`: it loads them once it has no sample that
     its own weights may generate."""
+    on_late: Literal["wait", "later"] = "wait"
+    """With `max_off_policy_steps` above 0, what a step does that has trained all it has and waits for a few late samples. `wait`: it waits.
+    `later`: the next step trains their groups, if they are within `max_off_policy_steps` then and at least half of the step is trained;
+    else it waits. None is dropped either way."""
 
     max_staleness_kl: Annotated[float, Field(ge=0)] = 0.0
     """With `max_off_policy_steps` above 0: the run stops before it takes a step whose samples are further than this from the weights that
@@ -414,6 +418,10 @@ class AlgorithmSection(Section):
         if self.max_staleness_kl and not self.max_off_policy_steps:
             raise ValueError(
                 "max_staleness_kl needs max_off_policy_steps of 1 or more: else every step is on policy"
+            )
+        if self.on_late == "later" and not self.max_off_policy_steps:
+            raise ValueError(
+                'on_late = "later" needs max_off_policy_steps of 1 or more: else every step is on policy'
             )
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')

@@ -127,6 +127,14 @@ class GroupAdopted(Record, frozen=True):
     at: float
 
 
+class GroupDeferred(Record, frozen=True):
+    """A group that came late is trained in this later step (`algorithm.on_late`)."""
+
+    group_id: int
+    step: int
+    at: float
+
+
 class LeaseGranted(Record, frozen=True):
     sample_id: int
     epoch: int

@@ -79,19 +79,30 @@ class Window:
 AGAIN_SHARE, AGAIN_LEAST_S, AGAIN_MOST_S = 0.5, 2.0, 30.0
 
 
-def window(*, awake: bool, rest_s: float, ready_s: float, sleep_s: float, wake_s: float, left: int) -> Window:
-    """Whether reserved engines shall sleep. `rest_s`: until the last sample of the step under way is whole without them; `ready_s`: the
-    trainer's work that is there; `sleep_s`, `wake_s`: what a change costs; `left`: samples of the step that are not done.
+def window(
+    *, awake: bool, rest_s: float, ready_s: float, sleep_s: float, wake_s: float, left: int, unscored: int = 0
+) -> Window:
+    """Whether reserved engines shall sleep. `rest_s`: until the last sample of the step under way can be trained without them; `ready_s`:
+    the trainer's work that is there; `sleep_s`, `wake_s`: what a change costs; `left`: samples of the step that are not done;
+    `unscored`: its groups that are whole and have no rewards yet. The trainer can do nothing with those: they are no work that is there.
 
     A change back must win what both changes cost.
     """
-    inputs = {"rest_s": rest_s, "ready_s": ready_s, "sleep_s": sleep_s, "wake_s": wake_s, "left": float(left)}
+    inputs = {
+        "rest_s": rest_s,
+        "ready_s": ready_s,
+        "sleep_s": sleep_s,
+        "wake_s": wake_s,
+        "left": float(left),
+        "unscored": float(unscored),
+    }
     need = ready_s + sleep_s + (0.0 if awake else wake_s + sleep_s)
     again = min(AGAIN_MOST_S, max(AGAIN_LEAST_S, AGAIN_SHARE * abs(rest_s - need)))
-    figures = (
-        f"{left} samples of the step are {rest_s:.1f} s from done, the trainer has {ready_s:.1f} s to do"
-    )
-    if not left:
+    what = f"{left} samples of the step are"
+    if unscored:
+        what = f"{left} samples of the step and the rewards of {unscored} groups are"
+    figures = f"{what} {rest_s:.1f} s from done, the trainer has {ready_s:.1f} s to do"
+    if not left and not unscored:
         return Window(True, "every sample of the step is done", AGAIN_MOST_S, inputs)
     if rest_s <= need:
         return Window(True, f"{figures}: it would not wait", again, inputs)

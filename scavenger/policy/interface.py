@@ -265,12 +265,17 @@ class Toggled:
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroups:
-    """So far the trainer took in these whole groups of the step under way: their tokens, prompts included, and what they cost it."""
+    """So far the trainer took in these whole groups of the step under way: their tokens, prompts included, and what they cost it.
+
+    `scored`: whole groups that have their rewards, -1 = it does not say; `reward_s`: seconds from a group's arrival to its rewards.
+    """
 
     step: int
     groups: int
     tokens: int
     seconds: float
+    scored: int = -1
+    reward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,14 @@ class GroupsAdded:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsDeferred:
+    """The step asked for these groups, with so many samples; they came late, and a later step trains them."""
+
+    groups: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetChanged:
     """Live workers, as the daemon last said. `reserved`: awake or asleep."""
 
@@ -127,6 +135,7 @@ Event = (
     GroupsCompleted
     | GroupsScored
     | GroupsAdded
+    | GroupsDeferred
     | FleetChanged
     | WindowDecided
     | ReservedAsleep
@@ -189,6 +198,9 @@ class StepPlan:
     reserved: bool
     round_groups: int = 1
     sleep_timeout_s: float = 60.0  # within which a reserved engine acknowledges that it sleeps
+    ahead: bool = (
+        False  # while the trainer waits for rewards, reserved engines may generate samples of later steps
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +234,21 @@ class StepState:
     @property
     def outstanding(self) -> int:
         return self.plan.samples - self.done_samples
+
+    @property
+    def awaited(self) -> bool:
+        """Whether reserved engines have a use: samples of the step are outstanding, or of later steps while rewards are waited for."""
+        return self.outstanding > 0 or (
+            self.plan.ahead and self.scoring_groups > 0 and self.decided is SeedWindowState.OPEN
+        )
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Whether the trainer has its GPUs, has no full round to do, and waits for nothing but outstanding samples."""
+        idle = (
+            self.ready_groups < self.plan.round_groups and not self.scoring_groups and self.passed_groups > 0
+        )
+        return self.phase is StepPhase.TRAIN and idle and self.outstanding > 0
 
     @property
     def ready_groups(self) -> int:
@@ -278,7 +305,7 @@ def _window_says_close(state: StepState) -> str | None:
 
 def _seed_over(state: StepState, now: float) -> str | None:
     plan = state.plan
-    if state.outstanding == 0:
+    if not state.awaited:
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
@@ -332,13 +359,13 @@ def _harvested_gone(state: StepState, now: float) -> str | None:
 
 
 def _decided_open(state: StepState, now: float) -> str | None:
-    if state.plan.reserved and state.outstanding > 0 and state.decided is SeedWindowState.OPEN:
+    if state.plan.reserved and state.awaited and state.decided is SeedWindowState.OPEN:
         return f"decided: {state.window_reason}"
     return None
 
 
 def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
-    if state.outstanding == 0:
+    if not state.awaited:
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
@@ -495,6 +522,13 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
         case GroupsAdded(groups, samples):
             plan = replace(
                 state.plan, samples=state.plan.samples + samples, groups=state.plan.groups + groups
+            )
+            state = replace(state, plan=plan)
+        case GroupsDeferred(groups, samples):
+            if samples > state.outstanding or groups > state.plan.groups - state.done_groups:
+                raise ValueError(f"{event}: only {state.outstanding} samples of the step are outstanding")
+            plan = replace(
+                state.plan, samples=state.plan.samples - samples, groups=state.plan.groups - groups
             )
             state = replace(state, plan=plan)
         case FleetChanged():

@@ -76,12 +76,17 @@ class _Truth:
         self._groups: dict[tuple[int, int], tuple[int, ...]] = {}  # by step and prompt
 
     def __call__(self, key: SampleKey) -> int:
-        group = self._groups.get((key.step, key.prompt))
+        scenario = self._scenario
+        step, prompt = key.step, key.prompt
+        if (
+            scenario.on_late == "later"
+        ):  # a late group is of another step than it was asked for: its index says which
+            step, prompt = 1 + key.prompt // scenario.prompts, key.prompt % scenario.prompts
+        group = self._groups.get((step, prompt))
         if group is None:
-            scenario = self._scenario
-            group = scenario.lengths.group(self._streams, key.step, key.prompt, scenario.samples)
-            self._groups[key.step, key.prompt] = group
-            over = key.step - scenario.max_off_policy_steps - 1
+            group = scenario.lengths.group(self._streams, step, prompt, scenario.samples)
+            self._groups[step, prompt] = group
+            over = step - scenario.max_off_policy_steps - 1
             if len(self._groups) > (scenario.max_off_policy_steps + 3) * scenario.prompts:
                 self._groups = {of: lengths for of, lengths in self._groups.items() if of[0] >= over}
         return group[key.index]

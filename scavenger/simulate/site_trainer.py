@@ -8,18 +8,24 @@ by what the daemon delivers; lengths it learns when they are there.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from scavenger.errors import SimulationError
 from scavenger.protocol import reserved_memory, train_step
 from scavenger.protocol.messages import (
     PROTOCOL,
+    Accepted,
     Call,
     CallBody,
     CommitStep,
+    DeferLate,
+    Deferred,
     Denied,
     EndReserved,
     EngineSpec,
@@ -54,6 +60,8 @@ _SOURCE = WeightSource("simulated", "", b"")
 PING_S = 20.0
 #: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
 TELL_S = 1.0
+#: Between two questions whether late groups may be trained in a later step.
+LATE_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -61,7 +69,8 @@ class _Seconds:
     seed: float = 0.0
     toggle: float = 0.0
     wait: float = 0.0
-    train: float = 0.0
+    train: float = 0.0  # the round under way included
+    trained: float = 0.0  # of the rounds that are over
     update: float = 0.0
     publish: float = 0.0
 
@@ -78,6 +87,12 @@ class Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    late_asked_at: float = -math.inf
+    unscored: list[GroupDone] = field(default_factory=list)  # of `done`, those whose rewards are waited for
+    training: list[GroupDone] = field(default_factory=list)  # those of the round under way
+    scored: list[GroupDone] = field(
+        default_factory=list
+    )  # those whose rewards came, as the machine is yet to hear
     rounds: int = 0
     toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
@@ -127,7 +142,13 @@ class SimTrainer:
         self._fleet = Fleet(0, 0, 0, 0, 0)
         self._inbox: deque[GroupDone] = deque()
         self._asked = 0  # the last step that was submitted
+        self._groups_of: dict[int, set[int]] = {}  # step -> ids of its groups that are not committed
+        self._late: tuple[int, ...] = ()  # groups of the step before that this one trains
+        self._submits: dict[int, int] = {}  # call -> the step that it submitted
         self._lengths: dict[int, Sequence[int]] = {}  # by group, of groups that came and are not committed
+        #: Rewards take their time while a step is under way, as live. On policy a group counts as come once it has them.
+        self._scores = scenario.max_off_policy_steps > 0 and scenario.reward_s > 0
+        self._scoring: set[int] = set()  # ids of groups that wait for their rewards
         self._under: Under | None = None
         self._actions: deque[train_step.Action] = deque()
         self._computing = False
@@ -195,10 +216,19 @@ class SimTrainer:
         match message:
             case GroupDone() as group:
                 lengths = tuple(_lengths) or (0,) * len(group.samples)
-                self._sim.after(self._scenario.reward_s, lambda: self._arrived(group, lengths))
+                if self._scores:
+                    self._scoring.add(group.group_id)
+                    self._arrived(group, lengths)
+                    self._sim.after(self._scenario.reward_s, lambda: self._scored(group))
+                else:
+                    self._sim.after(self._scenario.reward_s, lambda: self._arrived(group, lengths))
             case Fleet():
                 self._fleet = message
                 self._react_later()
+            case Reply(id=call, body=Accepted(group_ids=ids)):
+                self._groups_of[self._submits.pop(call)] = set(ids)
+            case Reply(body=Deferred(groups=groups)):
+                self._put_off(groups)
             case Reply(body=Denied() as denied):
                 raise SimulationError(
                     f"the daemon refused a call of the trainer: {denied.reason}", denied.remedy
@@ -208,6 +238,15 @@ class SimTrainer:
         self._lengths[group.group_id] = lengths
         self._inbox.append(group)
         self._react_later()
+
+    def _scored(self, group: GroupDone) -> None:
+        """Its rewards are there: at once for a group of a later step, which waits in the inbox."""
+        self._scoring.discard(group.group_id)
+        under = self._under
+        if under is not None and group in under.unscored:
+            under.unscored.remove(group)
+            under.scored.append(group)
+            self._react_later()
 
     def _react_later(self) -> None:
         """React once to all that comes at one instant."""
@@ -226,29 +265,37 @@ class SimTrainer:
         sc = self._scenario
         prompt, sampling = zeros(sc.prompt_tokens), Sampling(sc.lengths.cap)
         self._since = self._sim.now
-        groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
         while self._asked < step + sc.max_off_policy_steps:
+            # Where groups may change steps, a prompt's index is its place in the data, as live.
+            first = self._asked * sc.prompts if sc.on_late == "later" else 0
+            groups = tuple(
+                GroupSpec(first + index, prompt, sc.samples, sampling) for index in range(sc.prompts)
+            )
             self._asked += 1
+            self._submits[self._calls + 1] = self._asked  # the answer may be here before the call returns
             self._call(SubmitGroups(self._asked, self._version, "train", groups))
         session = StepSession(
             self._plan(), self._fleet, self._memory(), reserved_awake=self.reserved_awake, now=self._sim.now
         )
         self._under = Under(step, self._sim.now, self._fleet.harvested, session)
+        self._late = ()
         self._actions.extend(session.first)
         self._act()
 
     def _plan(self) -> train_step.StepPlan:
         sc, simulated_policy = self._scenario, self._simulated_policy
         ranks = min(sc.trainer.ranks, sc.prompts)
+        groups = sc.prompts + len(self._late)
         return train_step.StepPlan(
-            sc.prompts * sc.samples,
-            sc.prompts,
+            groups * sc.samples,
+            groups,
             simulated_policy.window,
             sc.wake_after_s,
             simulated_policy.harvest,
             self._reserved,
             ranks,
             sc.sleep_timeout_s,
+            ahead=sc.max_off_policy_steps > 0,
         )
 
     def _react(self) -> None:
@@ -260,13 +307,45 @@ class SimTrainer:
         self._idle_until_now(under)
         under.harvested = max(under.harvested, self._fleet.harvested)
         events = under.session.observe(self._fleet, self._memory())
+        if under.scored:
+            events.append(train_step.GroupsScored(len(under.scored)))
+            under.ready.extend(under.scored)
+            under.scored.clear()
         for group in [group for group in self._inbox if group.step == under.step]:
             self._inbox.remove(group)
-            under.ready.append(group)
+            scoring = group.group_id in self._scoring
+            (under.unscored if scoring else under.ready).append(group)
             under.done.append(group)
-            events.append(train_step.GroupsCompleted(1, len(group.samples)))
+            events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=int(scoring)))
+        if self._scores:
+            self._report(under)
         self._feed(under, events or [train_step.StepTick()])
         self._act()
+        self._ask_late(under)
+
+    def _ask_late(self, under: Under) -> None:
+        """As a live trainer: where all that came is trained, the next step may train what is late."""
+        sc = self._scenario
+        if sc.on_late != "later" or self._computing or self._under is not under or self.stopped:
+            return
+        if not under.session.state.waits_for_samples or self._sim.now < under.late_asked_at + LATE_AGAIN_S:
+            return
+        under.late_asked_at = self._sim.now
+        missing = self._groups_of.get(under.step, set()) - {group.group_id for group in under.done}
+        self._call(DeferLate(under.step, tuple(sorted(missing))))
+        self._sim.after(LATE_AGAIN_S, self._react_later)
+
+    def _put_off(self, groups: Sequence[int]) -> None:
+        """These are of the next step now."""
+        under = self._under
+        if under is None or not groups:
+            return
+        self._groups_of[under.step] -= set(groups)
+        self._groups_of.setdefault(under.step + 1, set()).update(groups)
+        self._late = tuple(groups)
+        self._feed(under, [train_step.GroupsDeferred(len(groups), len(groups) * self._scenario.samples)])
+        if not self._computing:
+            self._act()
 
     def _sleeps(self, under: Under) -> bool:
         return (
@@ -369,7 +448,7 @@ class SimTrainer:
         self._act()
 
     def _train(self, under: Under) -> None:
-        groups = len(under.ready)
+        groups, under.training = len(under.ready), list(under.ready)
         seconds = self._train_s(under)
         under.seconds.train += seconds
         under.rounds += 1
@@ -401,15 +480,28 @@ class SimTrainer:
         return cost.publish_s(self._scenario.trainer)
 
     def _trained(self, under: Under, groups: int) -> None:
-        waiting = {group.group_id for group in under.ready}
-        past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
-        self._progress = Trained(under.step, len(past), sum(past), under.seconds.train)
-        if not self._tell_due:
-            self._tell_due = True
-            self._sim.after(TELL_S, self._tell)
+        under.training, under.seconds.trained = [], under.seconds.train
+        self._report(under)
         self._feed(under, [train_step.Trained(groups)])
         self._react_later()
         self._act()
+
+    def _report(self, under: Under) -> None:
+        """How far the step is: with the next ping."""
+        waiting = {
+            group.group_id for group in (*under.ready, *under.unscored, *under.scored, *under.training)
+        }
+        past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
+        progress = Trained(under.step, len(past), sum(past), under.seconds.trained)
+        if self._scores:
+            scored = len(under.done) - len(under.unscored)
+            progress = msgspec.structs.replace(progress, scored=scored, reward_s=self._scenario.reward_s)
+        if progress == self._progress:
+            return
+        self._progress = progress
+        if not self._tell_due:
+            self._tell_due = True
+            self._sim.after(TELL_S, self._tell)
 
     def _update(self, under: Under) -> None:
         seconds = self._update_s()
@@ -439,6 +531,7 @@ class SimTrainer:
         } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
         self._under = None
+        self._groups_of.pop(under.step, None)
         for group in under.done:
             del self._lengths[group.group_id]
         self._finished(

@@ -143,6 +143,7 @@ def epilogue() -> list[r.Record]:
         r.SampleReopened(11, 2, T0 + 20),
         r.SampleReopened(12, 2, T0 + 20),
         r.GroupAdopted(10, 3, T0 + 21),
+        r.GroupDeferred(10, 1, T0 + 21),
         *consumed(attempt=2, at=T0 + 21),
         r.CheckpointRecorded(1, 1, 3, b"root3", "/ckpt/1", T0 + 22),
         r.JobEnded("i1", "CANCELLED", "no demand", T0 + 23),

@@ -130,6 +130,10 @@ class Ledger:
                     self.samples[record.first_sample_id + index] = Row(record.group_id, index)
             case rec.GroupAdopted():
                 self.group_versions[record.group_id] = record.version
+            case rec.GroupDeferred():
+                made = self.groups[record.group_id]
+                assert record.step == made.step + 1, "a group is put off by one step"
+                self.groups[record.group_id] = msgspec.structs.replace(made, step=record.step)
             case rec.GroupDelivered():
                 self.delivered[record.group_id] = record.attempt
             case rec.EpisodeBegun(episode_id=episode_id):

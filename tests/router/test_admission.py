@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -70,24 +71,32 @@ def test_without_a_forecast_every_slot_is_used() -> None:
     assert admission.limit(replace(VIEW, harvested=0)).limit == 256
 
 
-WAITS = {"sleep_s": 2.0, "wake_s": 3.0}
+window = functools.partial(admission.window, sleep_s=2.0, wake_s=3.0)
 
 
 def test_reserved_engines_sleep_once_the_trainer_would_not_wait() -> None:
-    assert not admission.window(awake=True, rest_s=60.0, ready_s=20.0, left=3, **WAITS).close
-    found = admission.window(awake=True, rest_s=21.0, ready_s=20.0, left=3, **WAITS)
+    assert not window(awake=True, rest_s=60.0, ready_s=20.0, left=3).close
+    found = window(awake=True, rest_s=21.0, ready_s=20.0, left=3)
     assert found.close
     assert "it would not wait" in found.reason
-    assert admission.window(awake=True, rest_s=0.0, ready_s=0.0, left=0, **WAITS).close
+    assert window(awake=True, rest_s=0.0, ready_s=0.0, left=0).close
+
+
+def test_whole_groups_without_rewards_are_no_work_and_are_waited_for() -> None:
+    found = window(awake=True, rest_s=60.0, ready_s=0.0, left=0, unscored=5)
+    assert not found.close
+    assert "the rewards of 5 groups are 60.0 s from done" in found.reason
+    assert found.inputs["unscored"] == 5.0
+    assert window(awake=True, rest_s=1.0, ready_s=0.0, left=0, unscored=5).close, "they are about to come"
 
 
 def test_reserved_engines_wake_again_only_for_more_than_both_changes_cost() -> None:
-    assert admission.window(awake=False, rest_s=25.0, ready_s=20.0, left=3, **WAITS).close
-    assert not admission.window(awake=False, rest_s=30.0, ready_s=20.0, left=3, **WAITS).close
+    assert window(awake=False, rest_s=25.0, ready_s=20.0, left=3).close
+    assert not window(awake=False, rest_s=30.0, ready_s=20.0, left=3).close
 
 
 def test_the_window_is_asked_about_again_before_its_answer_may_change() -> None:
-    far = admission.window(awake=True, rest_s=1_000.0, ready_s=0.0, left=3, **WAITS)
-    near = admission.window(awake=True, rest_s=5.0, ready_s=0.0, left=3, **WAITS)
+    far = window(awake=True, rest_s=1_000.0, ready_s=0.0, left=3)
+    near = window(awake=True, rest_s=5.0, ready_s=0.0, left=3)
     assert admission.AGAIN_LEAST_S <= near.again_s < far.again_s <= admission.AGAIN_MOST_S
     assert math.isfinite(far.inputs["rest_s"])

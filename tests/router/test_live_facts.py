@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from scavenger.policy.interface import (
+    EngineProgress,
     RunView,
     StepFinished,
     StepSubmitted,
@@ -120,3 +121,25 @@ def test_the_forecast_takes_the_later_of_engines_and_trainer_and_knows_the_cap_f
     assert math.isclose(forecast.sleep_s, 3.0, rel_tol=0.01)
     assert forecast.lengths is not None
     assert forecast.lengths.cap == 64
+
+
+def test_with_steps_in_advance_the_interval_of_a_prefill_measures_no_engine() -> None:
+    """After each load of weights an engine's samples come back together, with tokens: they gain alike while these are prefilled."""
+    policy = ScriptedPolicy()
+    bench = Bench()
+    bench.router.core.new_policy = lambda _run: policy
+    bench.open(ahead=1)
+    bench.publish()
+    bench.submit(groups=specs(2, 1))
+    leases = bench.join(11)
+
+    def beat(length: int) -> None:
+        bench.now += 2.0
+        bench.say(11, Heartbeat(tuple(Held(one.sample_id, one.epoch, length) for one in leases), length, 1))
+
+    for length in (0, 3, 6):
+        beat(length)
+    measured = [fact for fact in policy.facts if isinstance(fact, EngineProgress)]
+    assert [(fact.batch, fact.tokens, fact.seconds) for fact in measured] == [(2, 6, 2.0)], (
+        "not the first three"
+    )

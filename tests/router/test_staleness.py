@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from scavenger.protocol.messages import (
     CommitStep,
+    DeferLate,
+    Deferred,
+    Denied,
     Goodbye,
     GroupDone,
+    GroupSpec,
     Heartbeat,
     Held,
     Lease,
     Ok,
+    Reply,
     SampleOutcome,
     UseWeights,
     WeightsLoaded,
@@ -63,6 +69,25 @@ def test_samples_of_later_steps_take_the_slots_that_the_step_under_way_leaves() 
     assert [lease.sample_id for lease in leases] == [1, 2, 3, 4], "four slots: step 1 first, then step 2"
     finish_all(bench, W1, leases[:2])
     assert [lease.sample_id for lease in bench.leases(W1)] == [5, 6], "then step 3"
+
+
+def test_samples_of_later_steps_give_their_slots_to_the_step_under_way() -> None:
+    """An engine is lost, and the others are full of later steps: earliest deadline first holds for slots that are taken, too."""
+    bench = bench_of(2, 3, prompts=3)
+    first = bench.join(W1)
+    assert [lease.sample_id for lease in first] == [1, 2, 3, 4], "step 1, and one of step 2"
+    later = bench.join(W2)
+    assert [lease.sample_id for lease in later] == [5, 6, 7, 8], "the rest of step 2, and two of step 3"
+    bench.chunk(W2, later[3], 0, 5)
+    bench.say(W1, GOODBYE)
+    [order] = bench.take(W2, Yield)
+    assert [sample_id for sample_id, _ in order.leases] == [7, 8, 5], (
+        "as many as wait: those of step 3 first, then the one of step 2 that has the fewest tokens"
+    )
+    assert "3 samples of step 1, which is under way, wait for a slot" in order.reason
+    bench.say(W2, Yielded(tuple(Held(id_, epoch, 5 if id_ == 8 else 0) for id_, epoch in order.leases)))
+    assert [lease.sample_id for lease in bench.leases(W2)] == [1, 2, 3]
+    assert bench.take(W2, Yield) == [], "sample 4 is of step 2, and waits"
 
 
 def test_a_group_is_generated_with_the_weights_of_its_time_and_its_chunks_name_them() -> None:
@@ -179,6 +204,83 @@ def test_a_commit_says_which_sample_is_too_old() -> None:
     groups[0].delivered_to = 0
     with pytest.raises(IllegalTransition, match="may not be trained"):
         samples.deliver_if_done(bench.router.core, groups[0])
+
+
+# ---------------------------------------------------------------- late samples
+
+
+def places(first: int, count: int) -> tuple[GroupSpec, ...]:
+    """Prompts of one sample, at these places in the data."""
+    return tuple(
+        msgspec.structs.replace(spec, prompt_index=first + at) for at, spec in enumerate(specs(count, 1))
+    )
+
+
+def with_a_late_sample(ahead: int) -> tuple[Bench, Lease]:
+    """Step 1 has samples 1 and 2, of which 2 is late; step 2 has 3 and 4. All are of version 1, the weights after no step."""
+    bench = Bench()
+    bench.open(ahead=ahead)
+    bench.publish()
+    for step in (1, 2):
+        bench.submit(step=step, groups=places(2 * step, 2))
+    first, late, *_ = bench.join(W1)
+    bench.chunk(W1, late, 0, 3)
+    finish_all(bench, W1, [first])
+    return bench, late
+
+
+def deferred(bench: Bench, step: int, *groups: int) -> Deferred:
+    bench.call(DeferLate(step, groups))
+    [answer] = [reply.body for reply in bench.take(1, Reply) if isinstance(reply.body, Deferred)]
+    return answer
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_late_sample_is_trained_in_the_next_step_and_none_is_dropped(restarts: bool) -> None:
+    bench, late = with_a_late_sample(1)
+    assert deferred(bench, 1, 2) == Deferred((2,), "1 groups of step 1 are late: step 2 trains them")
+    assert deferred(bench, 1, 2).groups == (2,), "the answer was lost: it is asked again"
+    if restarts:
+        bench.say(W1, GOODBYE)
+        bench.restart()
+        bench.attach(have=(1,), wants=(2, 3, 4), conn=1)
+        bench.publish(1, 0)
+        [late, *_] = [lease for lease in bench.join(W2) if lease.sample_id == late.sample_id]
+    assert isinstance(bench.commit_step(1, [1]), Ok), "the late one is not asked for"
+    bench.publish(2, 1)
+    conn = W2 if restarts else W1
+    held = bench.router.core.samples[2].accepted
+    bench.chunk(conn, late, held, 8 - held, "length")
+    [group] = [group for group in bench.take(1, GroupDone) if group.group_id == 2]
+    assert (group.step, list(group.samples[0].versions)) == (2, [(1, 0, 8)])
+    missing = bench.commit_step(2, [3, 4], version=2)
+    assert isinstance(missing, Denied), "it is of step 2 now, which may not leave it out"
+
+
+def test_a_late_sample_that_would_be_too_old_in_the_next_step_is_waited_for() -> None:
+    bench, late = with_a_late_sample(1)
+    finish_all(bench, W1, [late])
+    third, fourth = [bench.router.core.samples[number] for number in (3, 4)]
+    assert isinstance(bench.commit_step(1, [1, 2]), Ok)
+    bench.submit(step=3, groups=places(6, 2))
+    lease = Lease(third.id, third.epoch, 1, b"", b"", third.group.sampling, 0, third.key)
+    finish_all(bench, W1, [lease])
+    answer = deferred(bench, 2, fourth.group.id)
+    assert answer.groups == ()
+    assert "sample 4: version 1 is 2 steps too old for step 3, over 1" in answer.reason
+
+
+def test_a_step_does_not_put_most_of_itself_off() -> None:
+    bench = Bench()
+    bench.open(ahead=2)
+    bench.publish()
+    for step in (1, 2):
+        bench.submit(step=step, groups=places(4 * step, 4))
+    first, *_ = bench.join(W1)
+    finish_all(bench, W1, [first])
+    answer = deferred(bench, 1, 2, 3, 4)
+    assert (answer.groups, answer.reason) == ((), "1 of 4 groups are whole, 50% are to be trained")
+    assert deferred(bench, 1, 1).reason == "a group that was waited for is whole"
 
 
 # ---------------------------------------------------------------- a trainer that starts again

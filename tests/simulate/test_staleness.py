@@ -32,3 +32,41 @@ def test_the_lengths_that_a_step_trains_are_those_that_were_asked_for(k: int, on
             for length in scenario.lengths.group(streams, step.step, prompt, scenario.samples)
         ]
         assert (step.samples, step.tokens) == (len(asked), sum(asked)), f"step {step.step}"
+
+
+@pytest.mark.parametrize("engines", [1, 4])
+def test_reserved_engines_generate_while_rewards_are_waited_for(engines: int) -> None:
+    """A first step with k = 1 and slow rewards: the reserved GPUs slept beside whole groups that had no rewards yet, as if those were
+    work, while a harvested engine generated alone."""
+    slow = replace(small(3, 2), reward_s=60.0, max_engines=engines)
+    [alone, *_] = simulate(slow, SIMULATED_POLICIES["ours"]).steps
+    first, second = simulate(replace(slow, max_off_policy_steps=1), SIMULATED_POLICIES["ours"]).steps
+    assert first.wait_s < 0.5 * slow.reward_s, "its GPUs idle while they wait"
+    assert first.seconds < 1.05 * alone.seconds
+    assert second.seconds < 0.5 * alone.seconds, "it was generated meanwhile"
+
+
+def test_what_is_late_is_trained_in_the_next_step_and_all_lengths_are_those_that_were_asked_for() -> None:
+    """`on_late = "later"`: over a window of k steps the lengths that are trained are those that were asked for, long ones not left out."""
+    scenario = replace(small(3, 6), max_off_policy_steps=4, on_late="later")
+    out = simulate(scenario, SIMULATED_POLICIES["ours"])
+    waited = simulate(replace(scenario, on_late="wait"), SIMULATED_POLICIES["ours"])
+    each = scenario.prompts * scenario.samples
+    streams = Streams(scenario.seed)
+    asked = [
+        sum(
+            length
+            for prompt in range(scenario.prompts)
+            for length in scenario.lengths.group(streams, step.step, prompt, scenario.samples)
+        )
+        for step in out.steps
+    ]
+    first, second = out.steps[:2]
+    late = each - first.samples
+    assert 0 < late <= each // 2, "nothing was late: this shows nothing"
+    assert second.samples == each + late
+    assert first.tokens / first.samples < asked[0] / each, "what came late is long"
+    assert first.tokens + second.tokens == asked[0] + asked[1]
+    assert [step.samples for step in out.steps[2:]] == [each] * 4
+    assert first.wait_s < waited.steps[0].wait_s
+    assert sum(step.tokens for step in out.steps) == sum(asked) == sum(step.tokens for step in waited.steps)

@@ -24,9 +24,11 @@ GROUP BY g.step, v.step ORDER BY g.step, v.step
 """
 
 
-@pytest.mark.parametrize(("k", "on_new_version"), [(1, "switch"), (3, "finish")])
+@pytest.mark.parametrize(
+    ("k", "on_new_version", "on_late"), [(1, "switch", "wait"), (3, "finish", "wait"), (2, "switch", "later")]
+)
 def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
-    k: int, on_new_version: str, tmp_path: Path, small_model: Path
+    k: int, on_new_version: str, on_late: str, tmp_path: Path, small_model: Path
 ) -> None:
     options = SiteOptions(
         "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
@@ -37,7 +39,7 @@ def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
             small_model,
             run={"steps": 6, "deterministic": False},
             engine={"max_batch": 8, "pace": 3.0},
-            algorithm={"max_off_policy_steps": k, "on_new_version": on_new_version},
+            algorithm={"max_off_policy_steps": k, "on_new_version": on_new_version, "on_late": on_late},
         )
         play.finish(site, play.submit(site, run))
         ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
@@ -53,3 +55,11 @@ def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
             assert found["staleness_max"] == max(mine)
             assert 0 <= found["staleness_mean"] <= max(mine)
             assert 0 < found["effective_fraction"] <= 1
+        trained = [found["groups_asked"] for _, found in sorted(metrics.items())]
+        later = [found["groups_later"] for _, found in sorted(metrics.items())]
+        moved = [0.0, *later[:-1]]
+        each = {one - came + left for one, came, left in zip(trained, moved, later, strict=True)}
+        assert len(each) == 1, (
+            f"each step was asked for as many groups: {trained}, of which {later} were late"
+        )
+        assert on_late == "later" or not any(later)

@@ -42,6 +42,7 @@ class Script:
         self.asked: list[tuple[int, int]] = []  # step, version
         self.taken: list[tuple[int, int]] = []  # of the data: position and count
         self.metrics: dict[str, float] = {}
+        self.late: dict[int, tuple[int, ...]] = {}  # by step, places of prompts that the next one trains
         self.said: list[str] = []
         self._die_at = die_at
         self._waiting: list[Any] = []
@@ -85,7 +86,7 @@ class Script:
     def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
         if self.replaces:
             more(step)  # replaces as many prompts as its number
-        return SimpleNamespace(metrics=self.metrics, outcomes=(), phase_log=())
+        return SimpleNamespace(metrics=self.metrics, outcomes=(), phase_log=(), late=self.late.get(step, ()))
 
     def submit(
         self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str
@@ -143,11 +144,10 @@ def attempt(
     )
     monkeypatch.setattr(run, "Stepper", lambda *args: script)
     path = checkpoint.select(out_dir, "auto")
-    start = (
-        run.RunStart(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor)
-        if path
-        else run.RunStart()
-    )
+    start = run.RunStart()
+    if path:
+        state = checkpoint.read_state(path)
+        start = run.RunStart(state.step, "01", path, state.cursor, late=state.late)
     parts: Any = script
     monitor: Any = SimpleNamespace(
         step=lambda *args: None, evaluation=lambda *args: None, say=script.said.append
@@ -262,6 +262,21 @@ def test_with_a_step_in_advance_its_samples_are_asked_for_before_the_step_before
     attempt(tmp_path, resumed, monkeypatch, ahead=1)
     assert resumed.asked == [(3, 1), (4, 1)]
     assert resumed.taken == script.taken[2:]
+
+
+def test_prompts_that_came_too_late_for_the_last_step_are_asked_for_again_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 left two prompts to step 3, of which no checkpoint has anything yet."""
+    script, resumed = Script(1, ("train", 4)), Script(2)
+    script.replaces = resumed.replaces = False
+    script.late = {2: (1, 5), 3: (40,)}
+    with pytest.raises(Killed):
+        attempt(tmp_path, script, monkeypatch, ahead=1)
+    assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).late == (1, 5)
+    attempt(tmp_path, resumed, monkeypatch, ahead=1)
+    per_step = script.taken[0][1]
+    assert resumed.taken == [(2 * per_step, per_step), (1, 1), (5, 1), (3 * per_step, per_step)]
 
 
 @pytest.mark.parametrize(("k3", "lines"), [(0.5, 4), (1e-4, 0)])

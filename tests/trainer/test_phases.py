@@ -13,6 +13,7 @@ from scavenger.protocol.train_step import (
     FinishStep,
     FleetChanged,
     GroupsCompleted,
+    GroupsDeferred,
     ReservedAsleep,
     ReservedHolds,
     SeedWindowState,
@@ -146,6 +147,22 @@ def test_a_step_of_untrained_groups_finishes() -> None:
     step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
     step, done = play(step, (GroupsCompleted(4, 16, untrained=4), 1.0))
     assert done == ["SleepReserved", "FinishStep"]
+
+
+def test_a_step_ends_without_the_groups_that_a_later_one_trains() -> None:
+    state, _ = begin(PLAN, harvested=1, reserved_awake=False, now=0.0, sleep_ack=ASLEEP)
+    state, _ = react(state, WindowDecided(SeedWindowState.CLOSED, "now"), 0.5)
+    state, _ = react(state, ASLEEP, 0.7)
+    state, actions = react(state, GroupsCompleted(3, 12), 1.0)
+    assert kinds(actions) == ["TrainReady"]
+    assert not state.waits_for_samples, "it trains"
+    state, actions = react(state, Trained(3), 2.0)
+    assert (kinds(actions), state.waits_for_samples) == ([], True)
+    with pytest.raises(ValueError, match="only 4 samples"):
+        react(state, GroupsDeferred(2, 8), 3.0)
+    state, actions = react(state, GroupsDeferred(1, 4), 3.0)
+    assert kinds(actions) == ["FinishStep"]
+    assert not state.waits_for_samples
 
 
 @pytest.mark.parametrize("event", [GroupsCompleted(5, 16), GroupsCompleted(1, 17), Trained(1)])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from scavenger.config import RewardSection
 from scavenger.errors import ConfigError, RewardError
 from scavenger.protocol import messages, train_step
 from tests.trainer.test_step import LengthReward, RecordedRun, comparable, make_config, play
+from trainer.algorithms import scoring
 from trainer.algorithms.reward_pool import RewardPool, default_processes, open_pool
 from trainer.algorithms.rewards import Reward, RewardRequest, RewardRunner
 from trainer.loop.step import POLL_S
@@ -385,8 +387,10 @@ class HeldRun(RecordedRun):
         taken, self._groups = self._groups[:1], self._groups[1:]
         return taken
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        super().trained(step, groups, tokens, seconds)
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
+        super().trained(step, groups, tokens, seconds, scored, reward_s)
         if groups >= 4 and self.kept:
             self.held.waiting, self.kept, self.first_last = self.kept, [], False
 
@@ -450,6 +454,67 @@ def test_a_real_pool_gives_what_the_function_gives(model_folder: Path, mesh: Dev
 
     plain, plain_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(2)), Plain())
     assert (root, pooled.outcomes, comparable(pooled)) == (plain_root, plain.outcomes, comparable(plain))
+
+
+def test_reserved_engines_generate_for_later_steps_while_rewards_are_waited_for() -> None:
+    """With steps in advance, for as long as the daemon says so; on policy they would have nothing to generate."""
+    plan = train_step.StepPlan(
+        samples=8, groups=2, window=0.5, wake_after_s=1.0, harvest=True, reserved=True, ahead=True
+    )
+    opened = train_step.WindowDecided(train_step.SeedWindowState.OPEN, "rewards are slow")
+    step, _ = train_step.begin(plan, harvested=1, reserved_awake=True, now=0.0)
+    step, _ = train_step.react(step, opened, 0.5)
+    step, actions = train_step.react(step, train_step.GroupsCompleted(2, 8, scoring=2), 1.0)
+    assert (step.phase, actions) == (train_step.StepPhase.SEED, ()), "their GPUs would idle"
+    step, actions = train_step.react(
+        step, train_step.WindowDecided(train_step.SeedWindowState.CLOSED, "the first are there"), 30.0
+    )
+    assert [type(action) for action in actions] == [train_step.SleepReserved]
+    step, _ = train_step.react(step, train_step.ReservedAsleep(1, 0), 31.0)
+    step, actions = train_step.react(step, opened, 32.0)
+    assert [type(action) for action in actions] == [train_step.WakeReserved]
+    step, actions = train_step.react(step, train_step.GroupsScored(2), 60.0)
+    assert [type(action) for action in actions] == [train_step.SleepReserved], (
+        "nothing is waited for any more"
+    )
+
+
+def test_the_daemon_is_told_how_many_groups_have_their_rewards_and_how_long_these_take(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    told: list[tuple[int, float]] = []
+    held = Held()
+
+    class Slow(HeldRun):
+        """Rewards take 5 s each; the trainer looks at them another 100 s later."""
+
+        def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+            clock[0] += 5.0
+            taken = super().poll(timeout_s)
+            clock[0] += 100.0
+            return taken
+
+        def trained(
+            self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+        ) -> None:
+            super().trained(step, groups, tokens, seconds, scored, reward_s)
+            told.append((scored, reward_s))
+
+    config = make_config(
+        model_folder,
+        run={"name": "r", "steps": 3, "state_dir": "s", "out_dir": "o", "deterministic": False},
+        algorithm={"max_off_policy_steps": 1},
+    )
+    play(config, mesh, Slow(held, first_last=False), held)
+    scored = [one for one, _ in told]
+    assert scored == sorted(scored)
+    assert (scored[0], scored[-1]) == (0, 6)
+    assert {seconds for _, seconds in told} == {0.0, 5.0}, "from its arrival until its last reward came"
+    told.clear()
+    play(make_config(model_folder), mesh, Slow(held, first_last=False), held)
+    assert set(told) == {(-1, 0.0)}, "on policy it is not asked"
 
 
 def test_no_reserved_engine_is_woken_for_samples_that_only_wait_for_rewards() -> None:

@@ -22,6 +22,7 @@ from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scoring
 from trainer.data.prompts import PromptSource, open_tokenizer
 from trainer.engine_control import Engines, Present
+from trainer.loop import step as stepping
 from trainer.loop.comm import Solo
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks
@@ -131,8 +132,13 @@ class RecordedRun:
         self.ended += [(name, reason) for name in names]
         self.memory = [ASLEEP]
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
         self.progress.append((step, groups, tokens))
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        return ()
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         return ()
@@ -256,6 +262,73 @@ def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included
     assert len(tokens) == result.metrics["rounds"] <= result.metrics["micro_steps"]
 
 
+class LateRun(RecordedRun):
+    """One group of step 1 comes once the daemon has put it off."""
+
+    def __init__(self, draw: random.Random, allowed: bool) -> None:
+        super().__init__(draw)
+        self.allowed, self.asked = allowed, 0
+        self._made: list[messages.GroupDone] = []
+
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
+        made = [self._answer(step, version, spec) for spec in groups]
+        self._made += made
+        return tuple(group.group_id for group in made)
+
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+        self.hear_the_fleet()
+        held = next((group for group in self._made if group.step == 1), None)
+        given = [group for group in self._made if group is not held or self.asked > 2]
+        self._made = [group for group in self._made if group not in given]
+        return given
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        self.asked += 1
+        if not self.allowed:
+            return ()
+        self._made = [msgspec.structs.replace(one, step=2) for one in self._made]
+        self.asked = 3
+        return tuple(groups)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_group_that_comes_late_is_trained_in_the_next_step_where_the_daemon_says_so(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    monkeypatch.setattr(stepping, "LATE_AGAIN_S", 0.0)
+    config = make_config(
+        model_folder,
+        run={"name": "r", "steps": 2, "state_dir": "s", "out_dir": "o", "deterministic": False},
+        algorithm={"max_off_policy_steps": 1, "on_late": "later"},
+        reserved={"workers": 0},
+    )
+    tokenizer, run = open_tokenizer(config.model.path), LateRun(random.Random(0), allowed)
+    learner = Learner(
+        config.model.path,
+        mesh,
+        recipe=resolve(config.algorithm, 8),
+        optimizer=config.optimizer,
+        temperature=1.0,
+        deterministic=False,
+        trainer=config.trainer,
+    )
+    scoring = Scoring(LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None, 8)
+    stepper = Stepper(config, run, Ranks(Solo(), learner, Publisher(Kept())), scoring, SAMPLING)
+    prompts = PromptSource(config, tokenizer)
+    for step in (1, 2):
+        stepper.ask(step, 1, of_step(prompts, step))
+    first, second = stepper.step(1, 1, of_step(prompts, 1)), stepper.step(2, 1, of_step(prompts, 2))
+    each = len(of_step(prompts, 1)) * 4
+    late = 4 if allowed else 0
+    assert [len(first.outcomes), len(second.outcomes)] == [each - late, each + late]
+    assert len({one.sample_id for one in (*first.outcomes, *second.outcomes)}) == 2 * each, "none is dropped"
+    assert (len(first.late), second.late) == (int(allowed), ())
+    assert first.metrics["groups_later"] == int(allowed)
+    assert run.asked == 3, "it is asked again while it may not"
+
+
 def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(
     model_folder: Path, mesh: DeviceMesh
 ) -> None:
@@ -309,7 +382,7 @@ def test_nothing_is_trained_until_the_daemon_says_that_every_reserved_engine_sle
         polls[0] += run.told[-1:] == [False]
         return poll(timeout_s)
 
-    def training(step: int, groups: int, tokens: int, seconds: float) -> None:
+    def training(step: int, groups: int, tokens: int, seconds: float, *scored: float) -> None:
         assert polls[0] >= late, "an engine holds its memory"
         trained(step, groups, tokens, seconds)
 

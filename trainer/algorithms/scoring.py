@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -94,13 +95,20 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A group that is being scored: the reward to come of each sample in index order, None where none was asked for."""
+    """A group that is being scored: the reward to come of each sample in index order, None where none was asked for. `begun`: when;
+    `ended`: when each of its rewards came, as they come (seconds of a monotonic clock)."""
 
     group: messages.GroupDone
     samples: tuple[tuple[messages.DoneSample, Future[Reward] | None], ...]
+    begun: float
+    ended: list[float] = field(default_factory=list)
 
     def waiting(self) -> list[Future[Reward]]:
         return [future for _, future in self.samples if future is not None and not future.done()]
+
+
+#: How long rewards take is an average over so many groups.
+TOOK = 32
 
 
 def _ignore(judged: Judged) -> None:
@@ -132,6 +140,7 @@ class Scoring:
         self._reported: set[str] = set()
         self._late = 0
         self._pending: dict[int, _Pending] = {}  # by group
+        self._took: deque[float] = deque(maxlen=TOOK)  # seconds until a group had all of its rewards
         self.suspects: set[int] = set()  # workers whose tokens are not to be trained
 
     def say(self, line: str) -> None:
@@ -151,6 +160,7 @@ class Scoring:
         """
         if group.group_id in self._pending:
             return
+        begun = time.monotonic()
         samples = sorted(group.samples, key=lambda sample: sample.index)
         asked = [sample for sample in samples if sample.error is None and not self._is_recorded(sample)]
         for sample in asked:
@@ -159,9 +169,11 @@ class Scoring:
         completions = [self._text(sample.tokens) for sample in asked]
         futures = self._submit(self._text(group.prompt), completions, json.loads(group.meta), group.step)
         found = dict(zip((sample.sample_id for sample in asked), futures, strict=True))
-        self._pending[group.group_id] = _Pending(
-            group, tuple((sample, found.get(sample.sample_id)) for sample in samples)
+        pending = self._pending[group.group_id] = _Pending(
+            group, tuple((sample, found.get(sample.sample_id)) for sample in samples), begun
         )
+        for future in futures:  # a callback may come from another thread: an append is one operation
+            future.add_done_callback(lambda _: pending.ended.append(time.monotonic()))
 
     def is_pending(self, groups: Collection[int]) -> bool:
         """Whether any of these groups was begun and not taken."""
@@ -189,7 +201,13 @@ class Scoring:
             del self._pending[one.group.group_id]
         return [self._judged(one) for one in scored]
 
+    @property
+    def reward_s(self) -> float:
+        """Seconds from a group's arrival to its last reward, on average over the groups that were taken lately; 0: none was yet."""
+        return sum(self._took) / len(self._took) if self._took else 0.0
+
     def _judged(self, pending: _Pending) -> Judged:
+        self._took.append(max(pending.ended, default=pending.begun) - pending.begun)
         samples = tuple((sample, *self._result(sample, found)) for sample, found in pending.samples)
         good = [
             found.result() for _, found in pending.samples if found is not None and found.exception() is None

@@ -41,7 +41,8 @@ class CheckpointState(msgspec.Struct, frozen=True):
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
     adapters alone. `data`: digest of the prompts in their order, "" = written before that was noted. `job`: Slurm's id of the job that
     wrote it, 0 = none, or written before that was noted. `tokenizer`: digest of the tokenizer.json that the version, or its base, holds
-    beside the weights; "" = none. `run`: the run's name, "" = written before that was noted.
+    beside the weights; "" = none. `run`: the run's name, "" = written before that was noted. `late`: positions before `cursor` of
+    prompts that came too late for their step: the next one trains them.
     """
 
     step: int
@@ -60,6 +61,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     job: int = 0
     tokenizer: str = ""
     run: str = ""
+    late: tuple[int, ...] = ()
 
 
 class Surplus(NamedTuple):

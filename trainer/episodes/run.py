@@ -54,7 +54,9 @@ class Daemon(Protocol):
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
     def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None: ...
     def commit(
         self,
         step: int,
@@ -233,8 +235,13 @@ class EpisodeRun:
     def end_reserved(self, names: Sequence[str], reason: str) -> None:
         self._run.end_reserved(names, reason)
 
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        self._run.trained(step, groups, tokens, seconds)
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
+        self._run.trained(step, groups, tokens, seconds, scored, reward_s)
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        return self._run.defer_late(step, groups)
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """Nobody knows yet which engine said which turn."""

@@ -48,7 +48,7 @@ class RunStart:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
     `path`: the checkpoint that was loaded, None for none. `cursor`: where the data goes on, the first prompt of no
-    whole step. `owes_evaluation`: the one after these steps was not made.
+    whole step. `owes_evaluation`: the one after these steps was not made. `late`: positions of earlier prompts that the next step trains.
     """
 
     step: int = 0
@@ -56,17 +56,19 @@ class RunStart:
     path: Path | None = None
     cursor: int = 0
     owes_evaluation: bool = False
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The last whole step, and what a checkpoint of it says."""
+    """The last whole step, and what a checkpoint of it says. `late`: positions of prompts before `cursor` that the next step trains."""
 
     step: int
     version: int
     root: bytes
     cursor: int
     owes_evaluation: bool
+    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class Loop:
         self._asked: dict[int, SubmittedStep] = {}
         self._evaluations = prompts.evaluations
         self._root = b""  # of the version that was published last
-        self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False)
+        self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False, late=start.late)
+        self._late = start.late
         self._cursor = start.cursor
 
     def run(self) -> None:
@@ -147,6 +150,7 @@ class Loop:
             version = self._settled.version
             result = self._stepper.step(step, version, asked.prompts, self._take)
             published, seconds = self._timed_publish(step)
+            self._late = result.late
             metrics = result.metrics | {
                 "seconds_publish": seconds,
                 "seconds_checkpoint": self._checkpoints.take_seconds(),
@@ -168,6 +172,8 @@ class Loop:
         if step not in self._asked:
             at = self._settled
             cursor, prompts = self._cursor, self._take(self._config.data.prompts_per_step)
+            if step == self._start.step + 1:  # an earlier attempt's last step left them to this one
+                prompts = [*prompts, *(one for at in self._start.late for one in self._prompts.take(at, 1))]
             self._asked[step] = SubmittedStep(cursor, prompts)
             self._stepper.ask(step, at.version, prompts, self._take)
 
@@ -179,7 +185,7 @@ class Loop:
     def _note_whole_step(self, step: int, version: int, *, owes_evaluation: bool) -> None:
         # A resume asks again for what was asked in advance.
         cursor = min((asked.cursor for asked in self._asked.values()), default=self._cursor)
-        self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
+        self._settled = Settled(step, version, self._root, cursor, owes_evaluation, self._late)
 
     def _take(self, count: int) -> list[PromptTask]:
         """The next prompts of the data."""
@@ -217,6 +223,7 @@ class Loop:
                 attempt=self._run.attempt,
                 weights_dtype=config.weights.dtype,
                 owes_evaluation=at.owes_evaluation,
+                late=at.late,
                 adapters=self._ranks.trains_adapters,
                 tokenizer=self._ranks.tokenizer,
                 data=self._prompts.digest,

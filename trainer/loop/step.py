@@ -44,6 +44,8 @@ from trainer.model.learner import RowStats, learning_rate
 POLL_S = 0.1
 #: While groups are being scored: scores that come do not end a poll for groups.
 SCORED_POLL_S = 0.01
+#: Between two questions whether late groups may be trained in a later step.
+LATE_AGAIN_S = 1.0
 
 
 class GroupSource(Protocol):
@@ -63,6 +65,10 @@ class Inbox:
 
     def expect(self, purpose: str, step: int, groups: tuple[int, ...]) -> None:
         self._expected |= dict.fromkeys(groups, (purpose, step))
+
+    def waits_for(self, purpose: str, step: int) -> list[int]:
+        """Groups of this step that were not given yet."""
+        return sorted(group for group, of in self._expected.items() if of == (purpose, step))
 
     def poll(self, purpose: str, step: int, timeout_s: float) -> list[messages.GroupDone]:
         """Groups of this step that came; waits up to `timeout_s` for the first. Raises `WireError` for a group that was not submitted."""
@@ -102,10 +108,13 @@ class TrainerRun(Protocol):
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
     def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None: ...
     def report_agreement(
         self, step: int, spans: Sequence[messages.SpanSums]
     ) -> tuple[messages.Suspect, ...]: ...
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]: ...
     def commit(
         self,
         step: int,
@@ -122,9 +131,12 @@ class TrainerRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """`late`: indices of its prompts whose groups the next step trains."""
+
     outcomes: tuple[messages.SampleOutcome, ...]
     metrics: dict[str, float]
     phase_log: tuple[str, ...]
+    late: tuple[int, ...] = ()
 
 
 #: n -> the n prompts that follow in the data.
@@ -173,6 +185,9 @@ class _Work:
     trained: list[int] = field(
         default_factory=list
     )  # ids of groups whose rows are in the gradients or in the stash
+    prompt_of: dict[int, int] = field(default_factory=dict)  # group id -> index of its prompt
+    late: list[int] = field(default_factory=list)  # indices of prompts whose groups the next step trains
+    late_asked_at: float = -math.inf  # when it was last asked whether a later step may train them
     aside: _Aside = field(default_factory=_Aside)
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
@@ -234,7 +249,7 @@ class Stepper:
         work = self._ahead.pop(step)
         work.capacity = self._capacity(started)
         session = StepSession(
-            self._plan(prompts),
+            self._plan(len(work.submitted)),
             self._run.fleet,
             self._memory(),
             reserved_awake=self.reserved_awake,
@@ -308,17 +323,18 @@ class Stepper:
 
     # ---------------------------------------------------------------- before and during
 
-    def _plan(self, prompts: Sequence[PromptTask]) -> train_step.StepPlan:
+    def _plan(self, groups: int) -> train_step.StepPlan:
         config = self._config
         return train_step.StepPlan(
-            samples=len(prompts) * config.data.samples_per_prompt,
-            groups=len(prompts),
+            samples=groups * config.data.samples_per_prompt,
+            groups=groups,
             window=config.reserved.window,
             wake_after_s=config.reserved.wake_after_s,
             harvest=config.run.harvest,
             reserved=self._has_reserved,
             round_groups=self._ranks.data_parallel,
             sleep_timeout_s=config.reserved.sleep_timeout_s,
+            ahead=config.algorithm.max_off_policy_steps > 0,
         )
 
     def _capacity(self, now: float) -> Capacity:
@@ -355,6 +371,7 @@ class Stepper:
         ids = self._run.submit(work.step, work.version, groups)
         self._inbox.expect("train", work.step, ids)
         work.submitted |= set(ids)
+        work.prompt_of |= dict(zip(ids, (prompt.index for prompt in prompts), strict=True))
         for prompt in prompts:
             alone = mini_batch_alone(
                 config.run.seed, work.step, prompt.index, config.algorithm.updates_per_step
@@ -379,6 +396,33 @@ class Stepper:
             return []
         self._submit_groups(work, work.more(count))
         return [train_step.GroupsAdded(count, count * config.data.samples_per_prompt)]
+
+    def _put_off(self, work: _Work, state: train_step.StepState) -> list[train_step.Event]:
+        """With `on_late = "later"`, where all that came is trained: groups that the daemon lets the next step train are of that one now.
+
+        The daemon is asked again every `LATE_AGAIN_S`: meanwhile others may have become whole."""
+        later = self._ahead.get(work.step + 1)
+        if self._config.algorithm.on_late != "later" or later is None or not state.waits_for_samples:
+            return []
+        if time.monotonic() < work.late_asked_at + LATE_AGAIN_S:
+            return []
+        work.late_asked_at = time.monotonic()
+        groups = self._run.defer_late(work.step, self._inbox.waits_for("train", work.step))
+        if not groups:
+            return []
+        self._inbox.expect("train", later.step, groups)
+        for group in groups:
+            prompt = work.prompt_of.pop(group)
+            work.submitted.discard(group)
+            work.mini_batch.pop(prompt, None)
+            work.late.append(prompt)
+            later.submitted.add(group)
+            later.prompt_of[group] = prompt
+            later.mini_batch[prompt] = mini_batch_alone(
+                self._config.run.seed, later.step, prompt, self._config.algorithm.updates_per_step
+            )
+        later.width = max(later.width, work.width)
+        return [train_step.GroupsDeferred(len(groups), len(groups) * self._config.data.samples_per_prompt)]
 
     def _perform(
         self, work: _Work, state: train_step.StepState, actions: Sequence[train_step.Action]
@@ -422,7 +466,11 @@ class Stepper:
         events = self._replace(work, [judged.group for judged in scored]) + events
         if scored:
             events.append(train_step.GroupsScored(len(scored), untrained))
+        if (scored or arrived) and self._config.algorithm.max_off_policy_steps:
+            self._report_progress(work)
         work.seconds.reward += time.monotonic() - after
+        if not events:
+            events = self._put_off(work, state)
         # A `StepTick` from a poll that did not wait would keep the loop from ever waiting again.
         return events or ([train_step.StepTick()] if timeout_s else [])
 
@@ -472,11 +520,22 @@ class Stepper:
         self._train_groups(work, taken)
         self._compare(work, taken)
         work.seconds.train += time.monotonic() - started
-        waiting = {group.group_id for group in work.ready}
-        # Of groups that were trained, or have nothing to train.
-        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
-        self._run.trained(work.step, len(past), sum(past), work.seconds.train)
+        self._report_progress(work)
         return len(taken)
+
+    def _report_progress(self, work: _Work) -> None:
+        """Of groups that were trained, or have nothing to train; with steps in advance also how many have their rewards: reserved engines
+        generate for later steps while the trainer waits for the others'."""
+        waiting = {group.group_id for group in work.ready}
+        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
+        seconds = work.seconds.train
+        if not self._config.algorithm.max_off_policy_steps:
+            self._run.trained(work.step, len(past), sum(past), seconds)
+            return
+        scored = len(work.judged)
+        if self._barrier and scored < len(work.submitted):
+            scored = 0  # none can be trained before the last one has its rewards
+        self._run.trained(work.step, len(past), sum(past), seconds, scored, self._scoring.reward_s)
 
     def _train_groups(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
         """Add the gradients of those in the first mini-batch; keep the others for theirs."""
@@ -581,7 +640,8 @@ class Stepper:
         metrics = self._metrics(work, ordered, rate, started)
         for sample_id in work.stats:
             self._trained_of.update({worker_id for worker_id, _ in work.spans.get(sample_id, ())})
-        return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+        outcomes = tuple(outcome for group in ordered for outcome in group.outcomes)
+        return StepResult(outcomes, metrics, log, tuple(work.late))
 
     def _check_staleness(self, work: _Work) -> None:
         """Raise `Diverged` where the samples are too far from the weights that train them; these are a whole step's yet."""
@@ -622,6 +682,7 @@ class Stepper:
             "updates": float(len(work.grad_norms)),
             "grad_norm": max(work.grad_norms, default=0.0),
             "groups_asked": float(len(work.submitted)),
+            "groups_later": float(len(work.late)),
             "micro_steps": float(work.micro_steps),
             "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),

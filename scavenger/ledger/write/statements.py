@@ -261,6 +261,7 @@ KINDS: dict[type[Record], Kind] = {
     r.GroupAdopted: _kind(
         _update(t.groups, "group_id", version=":version"), uses="groups", sets="groups.version"
     ),
+    r.GroupDeferred: _kind(_update(t.groups, "group_id", step=":step"), uses="groups", sets="groups.step"),
     r.GroupDelivered: _kind(
         _update(t.groups, "group_id", delivered_attempt=":attempt", delivered_at=":at"),
         uses="groups",

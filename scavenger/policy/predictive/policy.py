@@ -153,7 +153,7 @@ class Predictive:
         self._mover = Mover(self.settings, self._policy_forecast)
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
         self._decision: WindowDecision | None = None
-        self._solved_at = -math.inf
+        self._solved_at = self._finished_at = -math.inf  # when the step's newest sample had its last token
         self._new_step = self._changed = True
         self._asked_for = self._unfinished = 0  # samples of the step
         self._asked: tuple[int, str] | None = None
@@ -184,6 +184,7 @@ class Predictive:
                 self._asked_for, self._changed = fact.samples, True
             case SampleFinished() if fact.step == self._policy_forecast.step:
                 self._unfinished -= 1
+                self._finished_at = now
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved() | WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = True
@@ -217,11 +218,12 @@ class Predictive:
         policy_forecast.plan = None
         if step.purpose != "train" or not step.samples or not any(w.kind == "reserved" for w in view.workers):
             return None
-        if step.finished >= step.samples:
+        unscored = step.delivered - policy_forecast.scored(step.delivered) if step.ahead else 0
+        if step.finished >= step.samples and not unscored:
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
         if step.ahead:
-            return self._window_ahead(view, picture, now)
+            return self._window_ahead(view, picture, unscored, now)
         situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
         plan, inputs = windows.solve(situation), situation.inputs()
         policy_forecast.plan = plan
@@ -235,23 +237,32 @@ class Predictive:
             again = max(soon_s, plan.close_after_s)
         return WindowDecision(not plan.awake, why, now + again, inputs)
 
-    def _window_ahead(self, view: RunView, picture: Picture, now: float) -> WindowDecision | None:
-        """With samples of later steps to generate. None while no pace is known: the trainer's own rule decides."""
+    def _window_ahead(self, view: RunView, picture: Picture, unscored: int, now: float) -> WindowDecision:
+        """With samples of later steps to generate. `unscored`: groups that the trainer has and whose rewards it waits for."""
         pace = self.pace(view)
         if pace is None:
-            return None
+            why = f"step {view.step.step}: nothing is forecast yet: every engine generates"
+            return WindowDecision(False, why, now + admission.AGAIN_LEAST_S)
         forecast, batch = self.forecast, {w.id: max(1, w.leases + w.ahead) for w in picture.workers}
         serving = [batch[worker.id] for worker in picture.harvested if worker.serves]
         usual = max(serving, default=1)
         running = [sample for group in picture.groups.values() for sample in group.running]
-        rest_s = max(
-            tokens * pace.curve.step_s(each, each * pace.context)
-            for tokens, each in zip(
-                picture.imputed.tolist(), [batch.get(s.worker_id, usual) for s in running], strict=True
-            )
+        generate_s = max(
+            (
+                tokens * pace.curve.step_s(each, each * pace.context)
+                for tokens, each in zip(
+                    picture.imputed.tolist(), [batch.get(s.worker_id, usual) for s in running], strict=True
+                )
+            ),
+            default=0.0,
         )
-        train_s = self._policy_forecast.train_s(picture)
-        ready_s = train_s * max(0.0, picture.delivered_tokens[1] - self._policy_forecast.trained)
+        train_s, reward_s = self._policy_forecast.train_s(picture), self._policy_forecast.reward_s
+        # Rewards of the samples that run come after them; those of the groups that are whole are on their way.
+        due_s = max(0.0, reward_s - (now - self._finished_at)) if unscored else 0.0
+        rest_s = max(generate_s + reward_s if running else 0.0, due_s)
+        whole, tokens_whole = picture.delivered_tokens
+        with_rewards = tokens_whole * (1 - min(whole, unscored) / max(1, whole))
+        ready_s = train_s * max(0.0, with_rewards - self._policy_forecast.trained)
         found = admission.window(
             awake=view.step.reserved_awake,
             rest_s=rest_s,
@@ -259,6 +270,7 @@ class Predictive:
             sleep_s=forecast.sleep_s,
             wake_s=forecast.wake_s,
             left=len(running),
+            unscored=unscored,
         )
         return WindowDecision(
             found.close, f"step {view.step.step}: {found.reason}", now + found.again_s, found.inputs

@@ -33,11 +33,17 @@ class PolicyForecast:
         self.decided_by: Picture | None = None
         self._picture: Picture | None = None  # of this moment, for the next who asks in it
         self._trained = 0.0
+        self._scored = -1  # whole groups of the step that have their rewards; -1: the trainer did not say
+        self.reward_s = 0.0  # from a group's last token to its rewards, as the trainer measured it last
         self._trained_at: float | None = None  # until when it is counted; None: the trainer does not train
 
     @property
     def trained(self) -> float:
         return self._trained
+
+    def scored(self, whole: int) -> int:
+        """Of so many whole groups of the step, those that have their rewards: all, where the trainer did not say."""
+        return whole if self._scored < 0 else min(whole, self._scored)
 
     def pause_s(self, seconds: float = PAUSE_S) -> float:
         """A pause that suits steps of minutes, shortened for a run whose steps take seconds."""
@@ -52,12 +58,13 @@ class PolicyForecast:
         self._picture = None
         match fact:
             case StepSubmitted() if begins:
-                self.step, self.plan, self._trained = fact.step, None, 0.0
+                self.step, self.plan, self._trained, self._scored = fact.step, None, 0.0, -1
                 self._beliefs.clear()
             case WindowMoved():
                 self._trained_at = None if fact.awake else now + self.forecast.sleep_s
             case TrainedGroups() if fact.step == self.step:
                 self._trained = float(fact.tokens)
+                self._scored, self.reward_s = fact.scored, fact.reward_s
                 self._trained_at = now if self._trained_at is not None else None
 
     # ---------------------------------------------------------------- the moment

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from scavenger.protocol.messages.common import (
+    MAX_CALL_SAMPLES,
     MAX_CONFIG_CHARS,
     MAX_SPAN_SUMS,
     MAX_SPANS,
@@ -221,12 +222,18 @@ class CloseRun(Message, frozen=True):
 
 
 class Trained(MessagePart, frozen=True):
-    """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took."""
+    """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took.
+
+    `scored`: whole groups of the step that have their rewards, -1 = the trainer does not say. `reward_s`: seconds from a group's arrival to
+    its rewards, on average over those that came lately.
+    """
 
     step: int
     groups: Count
     tokens: Count
     seconds: Rate
+    scored: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
+    reward_s: Rate = 0.0
 
 
 class Ping(Message, frozen=True):
@@ -239,6 +246,16 @@ class Ping(Message, frozen=True):
     trained: Trained | None = None
 
 
+class DeferLate(Message, frozen=True):
+    """The trainer has nothing to do but to wait for these groups of `step`: may a later step train them? Answered by `Deferred`.
+
+    Asked again, it names those that are of the later step by now.
+    """
+
+    step: int
+    groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)]
+
+
 CallBody = (
     OpenRun
     | Attach
@@ -247,6 +264,7 @@ CallBody = (
     | SetReserved
     | EndReserved
     | ReportAgreement
+    | DeferLate
     | CommitStep
     | RecordCheckpoint
     | CloseRun
@@ -325,7 +343,14 @@ class Suspects(Message, frozen=True):
     suspects: tuple[Suspect, ...]
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | TurnAccepted
+class Deferred(Message, frozen=True):
+    """Answer to DeferLate: of the groups that were named, those that are of the step after it now; and why these, or none."""
+
+    groups: tuple[int, ...]
+    reason: BoundedText
+
+
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | Deferred | TurnAccepted
 
 
 class Reply(Message, frozen=True):

@@ -53,6 +53,7 @@ class PolicyCode(StrEnum):
     CACHED = "cached"  # a turn goes to the engine that has its prefix
     ELSEWHERE = "elsewhere"  # it does not: the queue there is longer than the prefill
     AWAITED = "awaited"  # it waits for that engine, which is full
+    PUT_OFF = "put-off"  # late groups of the step under way are trained in the next
     ADMITS = "admits"  # how many samples an engine may hold, those of later steps included
     DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
 
@@ -174,6 +175,20 @@ def admission(core: Core, run: ActiveRun, decided: Admission) -> None:
         run.name,
         decided.reason,
         lambda: {"step": run.progress.newest[1], "by": dict(decided.inputs)},
+    )
+
+
+def put_off(core: Core, run: ActiveRun, step: int, groups: Sequence[int], reason: str) -> None:
+    """Late groups of a step are trained in the next one."""
+    _write(
+        core,
+        run,
+        "late",
+        "put-off",
+        PolicyCode.PUT_OFF,
+        run.name,
+        reason,
+        lambda: {"step": step, "groups": list(groups[:NAMED])},
     )
 
 

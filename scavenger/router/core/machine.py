@@ -195,6 +195,7 @@ class Router:
                 policy_driver.switch(self.core, run)
             if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)
+                policy_driver.give_way(self.core, run)
                 policy_driver.admit(self.core, run)
             self._ask_policy(run, fleet=fleet, timed=timed)
             run.due.fleet = run.due.samples = False  # what this itself changed is done

@@ -147,11 +147,15 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     if not able:
         return []
     waiting: dict[int, list[Sample]] = {}
+    # What the step under way waits for is kept free for it: a slot that one of a later step gave it would else go back to that.
+    most = run.engine.max_batch
+    left = sum(max(0, most - leases[w.id]) for w in samples.serving(run, samples.queued_version(run)))
     for sample in run.queue.waiting(samples.queued_version(run)):
         group = sample.group
+        left -= staleness.is_now(run, group)
         if staleness.is_bounded(group) and group.step > now and not group.orphaned:
             waiting.setdefault(group.step, []).append(sample)
-    if not waiting:
+    if not waiting or left <= 0:
         return []
     found: list[SamplePlacement] = []
     for step, some in sorted(waiting.items()):
@@ -163,10 +167,47 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
         for sample_id, worker_id in placement.place(
             (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
         ):
+            if len(found) >= left:
+                return found
             leases[worker_id] += 1
             why = f"in advance, of step {step} while step {now} is under way; {decided.reason}"
             found.append(SamplePlacement(sample_id, worker_id, why))
     return found
+
+
+def give_way(core: Core, run: ActiveRun) -> None:
+    """Where samples of what the trainer works at wait and no engine has a free slot, have samples of later steps give theirs: the latest
+    step first, and of one step those with the fewest tokens to prefill again. They keep their tokens, and wait their turn.
+    """
+    if not run.settings.max_off_policy_steps or run.progress.newest[0] != "train" or not run.queue:
+        return
+    view = LiveView(core, run)
+    waits = view.waits
+    if not waits or run.stopped or run.ended:
+        return
+    step, most = run.progress.newest[1], run.engine.max_batch
+    serving = [run.workers[slot.worker_id] for slot in view.slots()]
+    free = sum(max(0, most - len(worker.leases)) for worker in serving)
+    later = [
+        (worker, sample)
+        for worker in serving
+        for sample in worker.leases.values()
+        if not staleness.is_now(run, sample.group) and staleness.is_bounded(sample.group)
+    ]
+    leaving = sum(sample.id in worker.yielding for worker, sample in later)
+    able = [
+        (worker, sample)
+        for worker, sample in later
+        if sample.status is SampleStatus.LEASED and sample.id not in worker.yielding
+    ]
+    able.sort(key=lambda one: (-one[1].group.step, one[1].accepted, one[1].id))
+    by_worker: dict[int, list[SampleMove]] = {}
+    for worker, sample in able[: max(0, waits - free - leaving)]:
+        why = f"{waits} samples of step {step}, which is under way, wait for a slot: one of step {sample.group.step} gives way"
+        by_worker.setdefault(worker.id, []).append(SampleMove(sample.id, worker.id, 0, why))
+    for worker_id, moves in by_worker.items():
+        _take(core, run.workers[worker_id], moves)
+        core.count("gave_way", len(moves))
 
 
 def switch(core: Core, run: ActiveRun) -> None:

@@ -22,6 +22,7 @@ from scavenger.protocol.messages import (
     CallBody,
     CloseRun,
     CommitStep,
+    DeferLate,
     Denied,
     EndReserved,
     HelloAgain,
@@ -170,6 +171,8 @@ def _answer(core: Core, run: ActiveRun, body: CallBody) -> ReplyBody:
             return steps.submit(core, run, body)
         case PublishVersion():
             return _publish(core, run, body)
+        case DeferLate():
+            return steps.defer(core, run, body)
         case CommitStep():
             before, reply = run.progress.last_committed, steps.commit(core, run, body)
             if run.progress.last_committed > before:

@@ -6,6 +6,7 @@ steps older. With k = 0 a group names one version and every lease has that versi
     published        every group that is not whole is to be generated with the newest version from now on (`retarget`)
     leased           by any worker whose version is no more than k steps too old for the sample's step (`fault`)
     moved            a sample goes on under its next worker's version; `Sample.versions` says which tokens are of which
+    late             may be trained one step later, if that is within k too (`put_off_fault`)
     committed        refused if any token is older than that: no sample is trained beyond k
     opened again     a group goes on if all its tokens are of weights that the resumed trainer had too (`adoption_fault`)
 
@@ -15,6 +16,8 @@ Boundary: ages of tokens, of groups.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from scavenger.ledger import records as rec
 from scavenger.protocol.messages import MAX_VERSIONS
@@ -93,6 +96,38 @@ def trained_beyond(group: Group) -> str:
         for version, _ in mixture(sample):
             if sample.error is None and (found := fault(group.run, group.step, version)):
                 return f"sample {sample.id}: {found}"
+    return ""
+
+
+#: A step trains this share of its groups at least: what is late is few, or the step would be another.
+LEAST_TRAINED = 0.5
+
+
+def put_off_fault(run: ActiveRun, step: int, groups: Sequence[Group]) -> str:
+    """Why these late groups of the step under way cannot be trained in the next one; empty where they can.
+
+    All or none go: while one of them is waited for, the others cost nothing.
+    """
+    of_step = [g for g in run.by_key.values() if (g.purpose, g.step) == ("train", step) and not g.orphaned]
+    if not groups:
+        return "no group is late"
+    if not any((g.purpose, g.step) == ("train", step + 1) and not g.orphaned for g in run.by_key.values()):
+        return f"step {step + 1} was not asked for"
+    whole = sum(group.done for group in of_step)
+    if whole < LEAST_TRAINED * len(of_step):
+        return f"{whole} of {len(of_step)} groups are whole, {LEAST_TRAINED:.0%} are to be trained"
+    for group in groups:
+        if not is_bounded(group) or group.key != ("train", step, group.prompt_index):
+            return f"group {group.id} is not one of step {step}"
+        if ("train", step + 1, group.prompt_index) in run.by_key:
+            return f"step {step + 1} has prompt {group.prompt_index} too"
+        for sample in group.samples:
+            used = {version for version, _ in mixture(sample)}
+            if sample.status in (SampleStatus.LEASED, SampleStatus.UNCONFIRMED):
+                used.add(sample.lease_version)
+            for version in sorted(used):
+                if found := fault(run, step + 1, version):
+                    return f"sample {sample.id}: {found}"
     return ""
 
 

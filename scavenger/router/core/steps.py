@@ -22,6 +22,8 @@ from scavenger.protocol.messages import (
     MAX_SPANS,
     Accepted,
     CommitStep,
+    DeferLate,
+    Deferred,
     Denied,
     GroupSpec,
     Ok,
@@ -30,13 +32,15 @@ from scavenger.protocol.messages import (
     SubmitGroups,
     Trained,
 )
-from scavenger.router.core import samples, staleness, turns
+from scavenger.router.core import decision_log, samples, staleness, turns
 from scavenger.router.core.state import ActiveRun, Group, Sample
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep
 
 #: Of a run, submitted and not committed: each is a row and lies in memory.
 MAX_OPEN_GROUPS = 200_000
+#: Characters of an answer's reason.
+MAX_REASON = 400
 OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
 
 
@@ -235,6 +239,37 @@ def _make_group(core: Core, run: ActiveRun, body: SubmitGroups, spec: GroupSpec,
     return group
 
 
+def defer(core: Core, run: ActiveRun, body: DeferLate) -> ReplyBody:
+    """The trainer waits for nothing but these groups: have the next step train them, where that is within k."""
+    step = body.step
+    if run.progress.newest != ("train", step):
+        return Denied("invalid", f"step {step} is not under way", "ask while its samples are waited for")
+    named = [group for id_ in body.groups if (group := core.groups.get(id_)) is not None and group.run is run]
+    gone = [group.id for group in named if group.step == step + 1]  # asked before: the answer was lost
+    late = [group for group in named if group.step == step and not group.done]
+    if any(group.step == step and group.done for group in named):
+        return Deferred(tuple(gone), "a group that was waited for is whole")
+    why = staleness.put_off_fault(run, step, late)
+    if why:
+        return Deferred(tuple(gone), why[:MAX_REASON])
+    for group in late:
+        _put_off(core, run, group)
+    run.progress.samples = sum(
+        len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == ("train", step)
+    )
+    run.due.ask = run.due.fleet = True
+    reason = f"{len(late)} groups of step {step} are late: step {step + 1} trains them"
+    decision_log.put_off(core, run, step, [group.id for group in late], reason)
+    return Deferred(tuple(sorted([*gone, *(group.id for group in late)])), reason)
+
+
+def _put_off(core: Core, run: ActiveRun, group: Group) -> None:
+    del run.by_key[group.key]
+    group.step += 1
+    run.by_key[group.key] = group
+    core.record(rec.GroupDeferred(group.id, group.step, core.now))
+
+
 def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     groups = [
         g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned
@@ -331,7 +366,10 @@ def trained(core: Core, run: ActiveRun, body: Trained) -> None:
     """How far the trainer is; pings repeat it."""
     if run.progress.newest == ("train", body.step) and body != run.progress.trained:
         run.progress.trained = body
-        run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
+        run.policy.observe(
+            TrainedGroups(body.step, body.groups, body.tokens, body.seconds, body.scored, body.reward_s),
+            core.now,
+        )
 
 
 def retire_versions(run: ActiveRun, keep: int = 4) -> None:

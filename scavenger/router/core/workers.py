@@ -96,6 +96,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         worker.engine.progress, worker.engine.moved_at = beat.progress, core.now
     leases, now = worker.leases, core.now
     here = gained = most = context = 0
+    ahead, entered = worker.run.settings.max_off_policy_steps > 0, False
     others: list[Held] = []  # that are not its leases, as far as is known here
     for held in beat.held:
         sample = leases.get(held.sample_id)
@@ -104,6 +105,8 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             continue
         here += 1
         length, reported = held.length, sample.reported
+        if ahead and reported <= sample.lease_offset:
+            entered = True  # by the last beat it had no token of this lease: its prefill came since
         if length > reported:  # within a lease it only grows
             budget = sample.group.sampling.max_tokens
             if length > budget:
@@ -124,6 +127,10 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     worker.heartbeat.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.heartbeat.acks))
+    if entered:
+        # With steps in advance an engine's samples come back together, with all their tokens, after each load of weights: they gain alike
+        # then, at the pace of a prefill. On policy a step's begin together, with none.
+        worker.heartbeat.leases_changed = True
     _measure(core, worker, gained, most, context)
     wake_s = min(beat.wake_s, MOST_REPORTED_S)
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
