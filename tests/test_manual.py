@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -18,7 +19,8 @@ PAGES = manual.pages("2026-11-26")
 
 
 def commands() -> dict[str, object]:
-    return {name: one for name, one in get_command(app).commands.items() if not one.hidden}
+    group: Any = get_command(app)
+    return {name: one for name, one in group.commands.items() if not one.hidden}
 
 
 def test_every_command_has_a_page_with_all_its_options() -> None:

@@ -382,9 +382,11 @@ def test_nothing_is_trained_until_the_daemon_says_that_every_reserved_engine_sle
         polls[0] += run.told[-1:] == [False]
         return poll(timeout_s)
 
-    def training(step: int, groups: int, tokens: int, seconds: float, *scored: float) -> None:
+    def training(
+        step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
         assert polls[0] >= late, "an engine holds its memory"
-        trained(step, groups, tokens, seconds)
+        trained(step, groups, tokens, seconds, scored, reward_s)
 
     run.poll, run.trained = counting, training  # type: ignore[method-assign]
     result, root = play(make_config(model_folder), mesh, run)
