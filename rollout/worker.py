@@ -379,13 +379,13 @@ class RolloutWorker:
             elif isinstance(command, SleepEngine):
                 await self._engine.sleep()
                 held = await self._engine.bytes_held()
-                refuse_held(held, self._engine.info())
-                self._inbox.put_nowait(Slept(command.order, held))
+                refuse_held(held, self._engine.info().gpu_nbytes)
+                self._inbox.put_nowait(Slept(command.order, sum(held)))
             elif isinstance(command, WakeEngine):
                 began = self._clock()
                 await self._engine.wake()
                 self._inbox.put_nowait(
-                    Woken(command.order, self._clock() - began, await self._engine.bytes_held())
+                    Woken(command.order, self._clock() - began, sum(await self._engine.bytes_held()))
                 )
             del command  # else it would keep a version's memory while it waits for the next command
 

@@ -106,19 +106,21 @@ def test_slurm_names_the_gpus_of_the_partition_unless_the_user_did(
 ) -> None:
     told: list[list[str]] = []
     monkeypatch.setattr(cli_init, "_prepare", lambda words, folder, quiet=False: told.append(words) or "")
+    gold = train_script.GpuNodes(("a100", "h100"), 515000)
+    nodes: dict[str, train_script.GpuNodes] = {"gold": gold}
     monkeypatch.setattr(
-        train_script, "gpu_types", lambda partition: ("a100", "h100") if partition == "gold" else ()
+        train_script, "gpu_nodes", lambda partition, gpus: nodes.get(partition, train_script.GpuNodes())
     )
     monkeypatch.chdir(tmp_path)
     for words, expected in (
-        (["--partition", "gold"], ["--slurm-gpu=a100,h100"]),
+        (["--partition", "gold"], ["--slurm-gpu=a100,h100", "--slurm-memory-mb=515000"]),
         ([], []),
-        (["--partition", "gold", "--gpu", "h200"], ["--gpu=h200"]),
-        (["--partition", "gold", "--gpu-memory-gb", "40"], []),
+        (["--partition", "gold", "--gpu", "h200"], ["--gpu=h200", "--slurm-memory-mb=515000"]),
+        (["--partition", "gold", "--gpu-memory-gb", "40"], ["--slurm-memory-mb=515000"]),
         (["--partition", "gold", "--gpus", "0"], []),
     ):
         assert init(tmp_path / "run", "--model", "m", "--data", "d", *words)[0] == 0
-        assert [word for word in told[-1] if word.startswith(("--slurm-gpu", "--gpu="))] == expected
+        assert [word for word in told[-1] if word.startswith(("--slurm-", "--gpu="))] == expected
     monkeypatch.setenv("SCAVENGER_BACKEND", "local")
     assert init(tmp_path / "run", "--model", "m", "--data", "d", "--partition", "gold")[0] == 0
     assert not any(word.startswith("--slurm-gpu") for word in told[-1]), (

@@ -248,6 +248,7 @@ def test_slurm_s_own_names_of_a_partition_s_gpus(
     found = train_script.gpu_nodes("normal")
     assert found.types == ("h100",)
     assert found.memory_mb == 1000000
+    assert train_script.gpu_nodes("normal", 64) == train_script.GpuNodes(), "no node has so many GPUs"
     assert train_script.gpu_nodes("no-such-partition") == train_script.GpuNodes()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert train_script.gpu_nodes("normal") == train_script.GpuNodes(), "no Slurm: nothing is claimed"

@@ -5,7 +5,7 @@ Owns the types that `rollout.worker` and every engine share. Must not know of Ze
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
 from scavenger.protocol.worker.events import Delta, Request
 from scavenger.sizing.training import USABLE
+
+#: Of a GPU, what an engine that sleeps may hold: half of what training does not use. CUDA contexts and NCCL want the other half.
+ASLEEP = (1 - USABLE) / 2
 
 
 class Weight(Protocol):
@@ -61,16 +64,14 @@ class EngineHost:
     nodes: EngineNodes | None = None
 
 
-def refuse_held(held: int, info: EngineInfo) -> None:
-    """Raises `EngineError` for an engine that sleeps and holds more bytes of its GPUs than training leaves free there: CUDA contexts and
-    NCCL want their part of that, too."""
-    left = int((1 - USABLE) * info.gpu_nbytes) * info.gpus
-    if info.gpu_nbytes and held > left:
+def refuse_held(held: Sequence[int], gpu_nbytes: int) -> None:
+    """Raises `EngineError` for an engine that sleeps and holds more of one of its GPUs than training leaves it there. `held`: bytes by GPU;
+    `gpu_nbytes`: of one GPU, 0 = there is none."""
+    most, left = max(held, default=0), int(ASLEEP * gpu_nbytes)
+    if gpu_nbytes and most > left:
         raise EngineError(
-            f"the engine sleeps and holds {held / 1e9:.1f} GB of {info.gpus} GPU{'s' * (info.gpus > 1)} of "
-            f"{info.gpu_nbytes / 1e9:.1f} GB yet: training leaves it {left / 1e9:.1f} GB",
-            "the engine is started anew for its next turn; should it happen again, set engine.eager = true: CUDA graphs "
-            "keep their memory asleep",
+            f"the engine sleeps and holds {most / 1e9:.1f} GB of a GPU; of {gpu_nbytes / 1e9:.1f} GB training leaves it {left / 1e9:.1f}",
+            "it is started anew for its next turn; should it happen again, set engine.eager = true: CUDA graphs keep their memory asleep",
         )
 
 
@@ -131,7 +132,7 @@ class Engine(Protocol):
         """Take the memory again; the last loaded weights are in place afterwards."""
         ...
 
-    async def bytes_held(self) -> int:
+    async def bytes_held(self) -> Sequence[int]:
         """Bytes of its GPUs' memory that it holds, of all its processes, CUDA's own contexts not counted; 0 where there is none."""
         ...
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -139,8 +139,8 @@ class ReferenceEngine:
         await self._compute(self._decoder.restore)
         self._asleep = False
 
-    async def bytes_held(self) -> int:
-        return await self._compute(self._decoder.bytes_held)
+    async def bytes_held(self) -> Sequence[int]:
+        return [await self._compute(self._decoder.bytes_held)]
 
     def progress(self) -> int:
         return self._iterations

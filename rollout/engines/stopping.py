@@ -236,7 +236,7 @@ class Stopping:
     async def wake(self) -> None:
         await self._engine.wake()
 
-    async def bytes_held(self) -> int:
+    async def bytes_held(self) -> Sequence[int]:
         return await self._engine.bytes_held()
 
     def progress(self) -> int:

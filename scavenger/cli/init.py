@@ -167,7 +167,7 @@ def init(
             "--node-memory-gb": str(node_memory_gb) if node_memory_gb else "",
         }
         if gpus:
-            told |= _of_slurm(partition or "reserved", gpu_known=bool(gpu or gpu_memory_gb))
+            told |= _of_slurm(partition or "reserved", gpus, gpu_known=bool(gpu or gpu_memory_gb))
         words = [f"{name}={value}" for name, value in told.items() if value]
         _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
     elif not check:
@@ -189,13 +189,13 @@ def init(
             raise typer.Exit(ConfigError.exit_code)
 
 
-def _of_slurm(partition: str, *, gpu_known: bool) -> dict[str, str]:
+def _of_slurm(partition: str, gpus: int, *, gpu_known: bool) -> dict[str, str]:
     """Options of the draft: types of the partition's GPUs, separated by commas, and memory of its smallest node, where Slurm says so."""
     from scavenger.doctor import train_script
 
     if _is_local(None):
         return {}
-    found = train_script.gpu_nodes(partition)
+    found = train_script.gpu_nodes(partition, gpus)
     return {
         "--slurm-gpu": "" if gpu_known else ",".join(found.types),
         "--slurm-memory-mb": str(found.memory_mb or ""),

@@ -173,22 +173,26 @@ def check(script: Path, reserved: int, each: int = 1) -> Iterator[StartFinding]:
 
 @dataclass(frozen=True, slots=True)
 class GpuNodes:
-    """What Slurm says of the nodes with GPUs in a partition. `types`: GRES types as Slurm names them, sorted; `memory_mb`: of the smallest
-    node, 0 = not known."""
+    """What Slurm says of the nodes in a partition that have enough GPUs. `types`: GRES types as Slurm names them, sorted; `memory_mb`: of
+    the smallest node whose memory the site stated, 0 = not known."""
 
     types: tuple[str, ...] = ()
     memory_mb: int = 0
 
 
-def gpu_nodes(partition: str) -> GpuNodes:
-    """Nothing where no Slurm answers."""
+#: A node with less was not measured: Slurm's default is 1.
+_STATED_MB = 1024
+
+
+def gpu_nodes(partition: str, gpus: int = 1) -> GpuNodes:
+    """Of nodes with so many GPUs at least. Nothing where no Slurm answers."""
     try:
         nodes = commands.parse_nodes(_ask(commands.nodes_argv()))
     except ClusterError:
         return GpuNodes()
-    found = [node for node in nodes if partition in node.partitions and node.gpus]
+    found = [node for node in nodes if partition in node.partitions and node.gpus >= max(1, gpus)]
     types = tuple(sorted({node.gpu_type for node in found if node.gpu_type}))
-    return GpuNodes(types, min((node.memory_mb for node in found), default=0))
+    return GpuNodes(types, min((n.memory_mb for n in found if n.memory_mb >= _STATED_MB), default=0))
 
 
 def _tested(script: Path) -> StartFinding:

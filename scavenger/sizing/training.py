@@ -226,7 +226,7 @@ def _head_nbytes(shape: ModelShape, job: TrainJob) -> int:
         sums = wide * table * full
         return (2 + shape.capped) * wide * together * values + sums + 2 * copied
     pieces = 2 * wide * min(tokens * values, _PIECE) if c < 8 else 2 * wide * tokens * values
-    return 2 * c * tokens * values + pieces + 2 * copied
+    return (2 + shape.capped) * c * tokens * values + pieces + 2 * copied
 
 
 def offloads(mode: Mode, *, resident: float, engine: float, capacity: float) -> bool:

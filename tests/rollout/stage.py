@@ -89,8 +89,8 @@ class Scripted:
     async def wake(self) -> None:
         self.calls.append("wake")
 
-    async def bytes_held(self) -> int:
-        return 512 if self.calls[-1:] == ["sleep"] else 4096
+    async def bytes_held(self) -> list[int]:
+        return [12, 500] if self.calls[-1:] == ["sleep"] else [4096]
 
     def progress(self) -> int:
         return 1

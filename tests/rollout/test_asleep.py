@@ -219,7 +219,7 @@ def test_each_rank_of_an_engine_takes_its_part_of_its_own_gpu(
         engine = engine_of(Wide(), EngineHost("run", gpus=2, sleeps=True))
         await engine.prepare()
         assert [(row.gpu, row.nbytes) for row in rank.table()] == [(2, 300), (3, 500)]
-        assert await engine.bytes_held() == 800
+        assert await engine.bytes_held() == [300, 500]
         await engine.sleep()
         rank.take("weights", 600)
         with pytest.raises(
@@ -257,15 +257,15 @@ def test_the_account_of_a_shared_gpu_has_what_it_takes_awake_and_nothing_asleep(
         await engine.prepare()
         held = {row.purpose: row.nbytes for row in trainer.table()}
         assert held == {"weights": 4 * 44, "cache": 4 * 60}
-        assert await engine.bytes_held() == 4 * 104
+        assert await engine.bytes_held() == [4 * 104]
         await engine.sleep()
-        assert await engine.bytes_held() == 0
+        assert await engine.bytes_held() == [0]
         trainer.take("weights", 900)
         with pytest.raises(EngineError, match=r"(?s)the GPU's memory is not free: .*rank 0 .*= weights 900"):
             await engine.wake()
         trainer.give("weights", 900)
         await engine.wake()
-        assert await engine.bytes_held() == 4 * 104
+        assert await engine.bytes_held() == [4 * 104]
 
     asyncio.run(main())
     assert account.Shared(path, 0, "rank 1").own() == 0

@@ -148,6 +148,7 @@ def test_how_many_engines_are_wanted_is_told_when_it_changes() -> None:
         "gpus": 1,
         "start_s": 60.0,
         "price": 1.0,
+        "curve": [],
     }
 
 

@@ -437,12 +437,9 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> int:
     """
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)
-        try:
+        # The kernel ends it when the device answers that it waits for, such as a folder that hangs: nobody waits for that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
-        except (
-            subprocess.TimeoutExpired
-        ):  # the kernel ends it when the device answers that it waits for: a folder that hangs
-            return -signal.SIGKILL
         until = time.monotonic() + ENDING_S
         while (
             left := _marked(mark)
@@ -451,7 +448,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
             time.sleep(0.01)  # between two looks: they are not our children, so they cannot be waited for
-    return int(process.returncode)
+    return -signal.SIGKILL if process.returncode is None else int(process.returncode)
 
 
 def _marked(mark: str) -> list[int]:

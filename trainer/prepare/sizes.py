@@ -135,11 +135,17 @@ def _reserved(asked: SizingRequest, job: TrainJob, gpus: int, share: float) -> t
         per_node=asked.gpus,
     )
     found = fit.reserved_within(asked.shape, wanted, there)
-    if found is None:
-        return gpus, 1, f"# a node's {there:,.0f} GB of host memory do not hold even one"
     if found == (gpus, most):
         return *found, ""
-    needs = fit.asked_gib(asked.shape, wanted) * (1 << 30) / GB
+    needs = (
+        fit.asked_gib(asked.shape, wanted if found else replace(wanted, reserved_workers=1)) * (1 << 30) / GB
+    )
+    if found is None:
+        return (
+            gpus,
+            1,
+            f"# a node's {there:,.0f} GB of host memory do not hold even one: {needs:,.0f} GB are wanted",
+        )
     return *found, (
         f"# {most} engines of {gpus} GPU{'s' * (gpus > 1)} want {needs:,.0f} GB of each node's host memory, of {there:,.0f}: "
         "asleep, each keeps its weights there"

@@ -168,6 +168,7 @@ class VllmEngine:
         # Where a file stands for the GPUs: what each rank of this engine takes of its own, awake.
         self._gpus = account.of_engine(os.environ) if host.sleeps else (account.Uncounted(),)
         self._taken: list[dict[str, int]] = []
+        self._gpu_nbytes = self._gpus[0].capacity if self._gpus[0].counts else _gpu_nbytes()
         self._pending: PendingWeights | None = None  # arrived while asleep
         self._routing_lock = asyncio.Lock()
         self._routes: Routed = {}  # by the name that a request has here
@@ -209,7 +210,7 @@ class VllmEngine:
             self._layout.vocab_size,
             self._host.gpus,
             cache_tokens=held,
-            gpu_nbytes=self._gpus[0].capacity if self._gpus[0].counts else _gpu_nbytes(),
+            gpu_nbytes=self._gpu_nbytes,
         )
 
     # ------------------------------------------------------------ weights
@@ -470,10 +471,11 @@ class VllmEngine:
             cause = f"version {self._version} did not come out of sleep as it went into it"
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
-    async def bytes_held(self) -> int:
+    async def bytes_held(self) -> Sequence[int]:
         if self._gpus[0].counts:
-            return sum(gpu.own() for gpu in self._gpus)
-        return sum(await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S)))
+            return [gpu.own() for gpu in self._gpus]
+        found: list[int] = await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S))
+        return found
 
     def progress(self) -> int:
         return self._made

@@ -577,8 +577,8 @@ class Work:
             return []  # holders of a version that is here by now, or that was given up
         if message.version == self.loaded_version:
             return self._send(self._loaded_message(message.version, 0.0, 0.0))
-        # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
-        actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.finish is None])]
+        # Its tokens end here: a sample never mixes versions. What is finished or given back stays until it is durable.
+        actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.runs])]
         self._wanted, self._waiting, self.loaded_version, self._ahead = message, [], -1, -1
         return [*actions, LoadWeights(message)]
 
