@@ -27,11 +27,14 @@ from scavenger.protocol.messages.common import (
     WeightSource,
 )
 from scavenger.protocol.messages.gateway import (
+    AnswerTool,
+    AskTool,
     EndEpisode,
     EpisodeName,
     GatewayPing,
     OpenTurn,
     Sha256,
+    ToolState,
     TurnAccepted,
     TurnTokens,
 )
@@ -252,11 +255,13 @@ CallBody = (
     | CloseRun
     | Ping
     | OpenTurn
+    | AskTool
+    | AnswerTool
     | EndEpisode
     | GatewayPing
 )
 #: A gateway's bodies, which need no attempt.
-GATEWAY_BODIES = (OpenTurn, EndEpisode, GatewayPing)
+GATEWAY_BODIES = (OpenTurn, AskTool, AnswerTool, EndEpisode, GatewayPing)
 
 
 class Call(Message, frozen=True):
@@ -325,7 +330,7 @@ class Suspects(Message, frozen=True):
     suspects: tuple[Suspect, ...]
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | TurnAccepted
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | TurnAccepted | ToolState
 
 
 class Reply(Message, frozen=True):
