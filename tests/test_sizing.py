@@ -164,7 +164,7 @@ def test_a_node_s_host_holds_states_versions_and_reserved_engines() -> None:
     assert phases.node_nbytes(large, wanted) / GB == pytest.approx(by_hand, rel=0.01)
     cause, remedy = fit.host_problem(large, wanted, 1000.0)
     assert (
-        f"each training node needs {by_hand:.0f} GB of host memory, and train.sbatch asks for 1000 GB"
+        f"each training node needs {by_hand:,.0f} GB of host memory, and train.sbatch asks for 1,000 GB"
         in cause
     )
     assert "fewer or wider reserved engines: reserved.gpus_per_engine = 8, reserved.workers = 2" in remedy

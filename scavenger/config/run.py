@@ -721,7 +721,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.sampling.max_tokens >= self.model.context_length:
-            raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
+            raise ValueError(
+                f"sampling.max_tokens must be below model.context_length ({self.sampling.max_tokens}, {self.model.context_length}): the "
+                "prompt needs room; set both"
+            )
         if self.engine.name == "vllm" and self.sampling.temperature > MAX_VLLM_TEMPERATURE:
             raise ValueError(
                 f'engine.name = "vllm" needs sampling.temperature <= {MAX_VLLM_TEMPERATURE}: vLLM takes no higher one'

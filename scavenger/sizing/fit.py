@@ -53,7 +53,7 @@ def problem(shape: ModelShape, job: TrainJob) -> tuple[str, str]:
         ranks = job.replicas * -(-int(asks.states * job.shards * 1.2) // max(1, int(asks.usable)))
         return (
             f"the model is too big for the GPUs: {held}",
-            f"train on {ranks} GPUs or more, or adapters only: lora.rank = {_ADAPTERS}{_this_fits(shape, job)}",
+            f"train on {ranks} GPUs or more, or adapters only (lora.rank){_this_fits(shape, job)}",
         )
     if asks.states + asks.step > asks.usable:
         return _too_long(shape, job, asks, held)
@@ -195,21 +195,36 @@ def asked_gib(shape: ModelShape, job: TrainJob) -> int:
     return int(phases.node_nbytes(shape, job) * 1.05 / (1 << 30)) + 1
 
 
-def host_problem(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[str, str]:
-    """Cause and remedy where the training job's memory on a node (`node_gb`; 0 = not known) holds less than its ranks and engines take."""
-    wanted = phases.node_nbytes(shape, job) / GB
-    if not node_gb or wanted <= node_gb:
-        return "", ""
-    fits = reserved_within(shape, job, node_gb) if job.reserved else None
-    rest = (
-        f", or with fewer or wider reserved engines: reserved.gpus_per_engine = {fits[0]}, reserved.workers = {fits[1]}"
-        if fits
-        else ""
-    )
-    return (
-        f"each training node needs {wanted:.0f} GB of host memory, and train.sbatch asks for {node_gb:.0f} GB",
-        f"ask for --mem={asked_gib(shape, job)}G or more, or train on more nodes{rest}",
-    )
+def host_problem(shape: ModelShape, job: TrainJob, asked_gb: float, has_gb: float = 0.0) -> tuple[str, str]:
+    """Cause and remedy where a training node holds less than its ranks and engines take, or than it is asked for.
+
+    `asked_gb`: what train.sbatch asks for, `has_gb`: what a node has; 0 = not known.
+    """
+    wanted, gib = phases.node_nbytes(shape, job) / GB, asked_gib(shape, job)
+    if has_gb and not node_holds(shape, job, has_gb):
+        return (
+            f"each training node needs {wanted:,.0f} GB of host memory, and has {has_gb:,.0f} GB (# node-memory-gb in train.sbatch)",
+            f"train on more nodes, or adapters only: lora.rank = {_ADAPTERS}{_fewer(shape, job, has_gb)}",
+        )
+    if asked_gb and wanted > asked_gb:
+        return (
+            f"each training node needs {wanted:,.0f} GB of host memory, and train.sbatch asks for {asked_gb:,.0f} GB",
+            f"ask for --mem={gib}G or more, or train on more nodes{_fewer(shape, job, asked_gb)}",
+        )
+    if has_gb and asked_gb > has_gb:
+        return (
+            f"train.sbatch asks for {asked_gb:,.0f} GB of host memory, and a node has {has_gb:,.0f} GB (# node-memory-gb there)",
+            f"ask for --mem={gib}G",
+        )
+    return "", ""
+
+
+def _fewer(shape: ModelShape, job: TrainJob, node_gb: float) -> str:
+    """Reserved engines that such a node holds, as a remedy."""
+    found = reserved_within(shape, job, node_gb) if job.reserved else None
+    if found is None:
+        return ""
+    return f", or with fewer or wider reserved engines: reserved.gpus_per_engine = {found[0]}, reserved.workers = {found[1]}"
 
 
 def share_beside(shape: ModelShape, job: TrainJob) -> float:

@@ -209,7 +209,9 @@ def stored_dtype(folder: Path) -> str:
     """A type that has room for all weights of a Hugging Face folder as they are stored there."""
     kinds: set[str] = set()
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
+        with safe_open(
+            path, "numpy"
+        ) as file:  # torch maps to write, which a host may refuse for what exceeds its memory
             kinds.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118  not a mapping
     if "F64" in kinds:
         return "float64"

@@ -219,6 +219,10 @@ def write(options: argparse.Namespace) -> None:
         + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
+    if wish.gpus:
+        cause, remedy = check.memory_fault(read_run(run), facts, script.read_text(encoding="utf-8"))
+        if cause:
+            print(f"LOOK: {cause}\n  remedy: {remedy}")
     if missing := draft.missing_extra(facts, data, wish):
         print(f"LOOK: {missing}")
     print(

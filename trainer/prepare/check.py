@@ -42,7 +42,7 @@ PROBES = 3
 #: A parameter's float32 master and its two moments.
 CHECKPOINT_NBYTES = 12
 DIRECTIVE = re.compile(
-    r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)"
+    r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# (gpu|node)-memory-gb=([\d.]+)"
     r"|^#SBATCH\s+--mem[= ](\d+)([KMGT]?)",
     re.MULTILINE,
 )
@@ -50,13 +50,14 @@ DIRECTIVE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RequestedGpus:
-    """What the job asks for. `gb`: of one GPU, `node_gb`: of a node's host memory; 0 = not known."""
+    """What the job asks for. `gb`: of one GPU, `node_gb`: of a node's host memory, `node_has_gb`: what it has; 0 = not known."""
 
     ranks: int
     per_node: int
     gb: float
     nodes: int = 1
     node_gb: float = 0.0
+    node_has_gb: float = 0.0
 
     @property
     def ranks_told(self) -> bool:
@@ -79,16 +80,17 @@ class _Seen:
 
 def gpus_of(script: str) -> RequestedGpus:
     """From the text of a train.sbatch. Pure."""
-    found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gb": 0.0, "mem": 0.0}
-    for name, number, gb, mem, unit in DIRECTIVE.findall(script):
-        found[name or ("gb" if gb else "mem")] = float(number or gb or _nbytes(mem, unit) / GB)
+    found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gpu": 0.0, "node": 0.0, "mem": 0.0}
+    for name, number, noted, gb, mem, unit in DIRECTIVE.findall(script):
+        found[name or noted or "mem"] = float(number or gb or _nbytes(mem, unit) / GB)
     per_node = int(found["gpus-per-node"])
     return RequestedGpus(
         int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node),
         per_node,
-        found["gb"],
+        found["gpu"],
         int(found["nodes"]),
         found["mem"],
+        found["node"],
     )
 
 
@@ -131,7 +133,7 @@ def check(
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("ranks", lambda: _ranks(config, seen, gpus), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
-    yield _ask("reserved engines", lambda: _reserved(config))
+    yield _ask("reserved engines", lambda: _reserved(config, gpus))
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.division)
     yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
     yield _ask("out_dir and figures", lambda: _out_dir(config, seen.model))
@@ -346,9 +348,21 @@ def _divides(config: RunConfig) -> None:
             )
 
 
-def _reserved(config: RunConfig) -> str:
+def _reserved(config: RunConfig, gpus: RequestedGpus) -> str:
     reserved.refuse_none(config)
     count, each = config.reserved.workers, config.reserved.gpus_per_engine
+    if gpus.per_node and each > gpus.per_node:
+        raise ConfigError(
+            f"reserved.gpus_per_engine = {each}, and train.sbatch asks for {gpus.per_node} GPUs a node",
+            "ask for more with --gpus-per-node, or lower it: an engine lies on one node",
+        )
+    places = gpus.per_node // each * gpus.nodes
+    if gpus.per_node and count > places and config.engine.name == "vllm":
+        raise ConfigError(
+            f"reserved.workers = {count} of {each} GPU{'s' * (each > 1)} each, and train.sbatch's GPUs hold {places}: two vLLM engines "
+            "do not fit on one GPU",
+            f"set reserved.workers = {places}",
+        )
     return f"{count} of {each} GPU{'s' if each > 1 else ''} each: the run goes on without a harvested engine"
 
 
@@ -356,12 +370,6 @@ def _memory(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     assert seen.model is not None
     if not gpus.per_node:
         return "train.sbatch asks for no GPU: not looked at"
-    each = config.reserved.gpus_per_engine
-    if config.reserved.workers and each > gpus.per_node:
-        raise ConfigError(
-            f"reserved.gpus_per_engine = {each}, and train.sbatch asks for {gpus.per_node} GPUs a node",
-            "ask for more with --gpus-per-node, or lower it: an engine lies on one node",
-        )
     if not gpus.gb:
         return "not looked at: say --gpu-memory-gb"
     shape = shape_of(seen.model)
@@ -372,7 +380,7 @@ def _memory(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     if not cause and vllm:
         cause, remedy = fit.cache_problem(shape, job, config.model.context_length)
     if not cause:
-        cause, remedy = fit.host_problem(shape, job, gpus.node_gb)
+        cause, remedy = fit.host_problem(shape, job, gpus.node_gb, gpus.node_has_gb)
     if cause:
         raise ConfigError(cause, remedy)
     held = f"; {_held(config, shape, job, longest)}" if vllm and shape.kv_heads else ""
@@ -388,6 +396,14 @@ def asked_gib(config: RunConfig, facts: ModelFacts, script: str) -> int:
     """GiB of host memory that each node of a train.sbatch (its text) is to ask for, with samples as long as the context."""
     shape = shape_of(facts)
     return fit.asked_gib(shape, job_of(config, shape, gpus_of(script), config.model.context_length))
+
+
+def memory_fault(config: RunConfig, facts: ModelFacts, script: str) -> tuple[str, str]:
+    """Cause and remedy where the GPUs or hosts of a train.sbatch (its text) hold too little for samples as long as the context."""
+    shape, gpus = shape_of(facts), gpus_of(script)
+    job = job_of(config, shape, gpus, config.model.context_length)
+    found = fit.problem(shape, job)
+    return found if found[0] else fit.host_problem(shape, job, gpus.node_gb, gpus.node_has_gb)
 
 
 def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: int) -> TrainJob:

@@ -484,7 +484,7 @@ def train_sbatch(wish: RunOptions) -> str:
 ##SBATCH --qos=...
 # Read by `scavenger init --check`:
 # gpu-memory-gb={wish.gpu_gb:g}
-set -euo pipefail
+{f"# node-memory-gb={wish.node_gb:.0f}{chr(10)}" if wish.node_gb else ""}set -euo pipefail
 # The same path on every node, with scavenger's extra [trainer].
 export SCAVENGER_PYTHON=${{SCAVENGER_PYTHON:-{shlex.quote(wish.python)}}}
 exec bash {shlex.quote(str(wish.train_script))} {shlex.quote(str(wish.folder / "run.toml"))} "$@"

@@ -99,7 +99,7 @@ def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Pa
         "gpus_per_engine = 1                 # of each, on",
         "gpus_per_engine = 4                 # of each, on",
     )
-    found = refused(run, RequestedGpus(2, 2, 80.0))["memory of the GPUs"]
+    found = refused(run, RequestedGpus(2, 2, 80.0))["reserved engines"]
     assert "reserved.gpus_per_engine = 4, and train.sbatch asks for 2 GPUs a node" in found
 
 

@@ -165,6 +165,43 @@ def test_reserved_engines_are_wider_and_then_fewer_until_a_node_s_host_memory_ho
         assert f"reserved.gpus_per_engine = {found[0]}, reserved.workers = {found[1]}" in remedy
 
 
+def test_a_node_that_holds_too_little_is_refused_whatever_the_script_asks_for() -> None:
+    """32B on 8 GPUs of a node of 1 TB: Slurm would never start what asks for more."""
+    job = TrainJob(
+        8,
+        80.0,
+        8192,
+        True,
+        LARGE.parameters,
+        False,
+        True,
+        0.9,
+        2,
+        8,
+        8704,
+        1024,
+        per_node=8,
+        reserved_workers=1,
+    )
+    gib = fit.asked_gib(LARGE, job)
+    asked = gib * 2**30 / 1e9
+    assert asked > 1024
+    cause, remedy = fit.host_problem(LARGE, job, asked, 1024.0)
+    assert "of host memory, and has 1,024 GB" in cause
+    assert "lora.rank" in remedy
+    assert fit.host_problem(LARGE, job, asked, 2000.0) == ("", "")
+    cause, remedy = fit.host_problem(LARGE, job, 2500.0, 2000.0)
+    assert "asks for 2,500 GB of host memory, and a node has 2,000 GB" in cause
+    assert remedy == f"ask for --mem={gib}G"
+
+
+def test_the_script_keeps_what_a_node_has_for_the_check() -> None:
+    script = "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n#SBATCH --mem=900G\n# gpu-memory-gb=80\n# node-memory-gb=1024\n"
+    found = check.gpus_of(script)
+    assert (found.ranks, found.gb, found.node_has_gb) == (16, 80.0, 1024.0)
+    assert found.node_gb == pytest.approx(900 * 2**30 / 1e9)
+
+
 def test_what_does_not_fit_names_adapters_for_the_gpus_that_there_are() -> None:
     """A user of 8 GPUs who is told of 16 needs another way; lowering the micro-batch, which does not help, is not named."""
     job = TrainJob(8, 80.0, 16384, True, LARGE.parameters, False, True, 0.9, 2, 2, 8704, 1024)
@@ -321,7 +358,11 @@ def test_the_engine_and_the_memory_of_a_gpu_are_what_was_said_or_assumed_and_tha
     assert "256 GB of host memory a node; --mem=" in said
     said = made("h", "--gpus=2", "--slurm-memory-mb=515000")[2]
     assert "540 GB of host memory a node; --mem=" in said
+    assert "# node-memory-gb=540\n" in (tmp_path / "h" / "train.sbatch").read_text()
     assert "the smallest node of that partition, as Slurm says" in said
+    said = made("j", "--gpus=2", "--node-memory-gb=4")[2]
+    assert "LOOK: each training node needs " in said
+    assert "and has 4 GB" in said
     assert "host memory a node" not in made("i", "--gpus=2", "--node-memory-gb=400")[2]
     assert made("e", "--gpus=2", "--gpu=H200", "--gpu-memory-gb=12")[1] == 12
     assert made("f", "--gpus=0")[0] == "reference"
