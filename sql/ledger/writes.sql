@@ -65,6 +65,11 @@ UPDATE groups
 SET version=:p_version
 WHERE groups.group_id = :p_group_id;
 
+-- GroupDeferred
+UPDATE groups
+SET step=:p_step
+WHERE groups.group_id = :p_group_id;
+
 -- GroupDelivered
 UPDATE groups
 SET delivered_attempt=:p_attempt, delivered_at=:p_at

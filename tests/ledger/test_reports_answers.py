@@ -397,6 +397,7 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
         HarvestCode.NODE_DRAINED,
         HarvestCode.FRESH,
         HarvestCode.STANDBY,
+        HarvestCode.DIVISION,
     }
     assert {decision.code for decision, _ in REASONS} == set(HarvestCode) - acting
     records: list[r.Record] = []
