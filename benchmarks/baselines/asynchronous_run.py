@@ -19,6 +19,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from benchmarks.baselines.asynchronous import Counts, Rule
 from benchmarks.baselines.registry import running_context
@@ -121,7 +122,7 @@ class _Play:
         context = running_context(scenario)
         self._most = min(scenario.max_batch, scenario.harvested.max_batch(context))
         for life in lives:
-            self._at(life.start_s, lambda now, life=life: self._joins(now, life))  # type: ignore[misc]
+            self._at(life.start_s, partial(self._joins, life=life))
 
     def run(self, end_s: float) -> None:
         self._admit(0.0)
@@ -243,7 +244,7 @@ class _Play:
             self._sc.engine_bytes_s, self._sc.trainer.nic_bytes_s
         )
         for engine in self._engines:
-            self._at(now + pull_s, lambda at, engine=engine: self._loads(at, engine))  # type: ignore[misc]
+            self._at(now + pull_s, partial(self._loads, engine=engine))
         self._train(now)
         self._admit(now)
 

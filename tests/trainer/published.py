@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -96,3 +99,18 @@ def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]
 
 def _full(parameter: Tensor) -> Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def larger_than_memory(folder: Path) -> int:
+    """A model.safetensors of one bfloat16 tensor `large`, [rows, 4096], twice as large as the host's memory; its rows. Sparse: it takes no
+    disk."""
+    rows = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * 4096)
+    nbytes = rows * 4096 * 2
+    text = json.dumps(
+        {"large": {"dtype": "BF16", "shape": [rows, 4096], "data_offsets": [0, nbytes]}}
+    ).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + nbytes)
+    return rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
 from scavenger.errors import ConfigError
+from tests.trainer.published import larger_than_memory
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
 from trainer.checkpoint import checkpoint
@@ -140,12 +139,5 @@ def test_what_cannot_have_an_adapter_is_refused_with_what_can(
 
 def test_types_are_read_of_a_file_that_is_larger_than_the_host_s_memory(tmp_path: Path) -> None:
     """The kernel maps it to be read, and refuses to map it to be written."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rows = 2 * memory // (2 * 4096)
-    head = {"large": {"dtype": "BF16", "shape": [rows, 4096], "data_offsets": [0, rows * 4096 * 2]}}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + rows * 4096 * 2)  # sparse: it takes no room
+    larger_than_memory(tmp_path)
     assert adapters.stored_dtype(tmp_path) == "bfloat16"

@@ -259,14 +259,7 @@ def test_a_tensor_of_another_shape_or_a_damaged_file_is_refused(folder_of: Maker
 
 def test_heads_are_read_of_a_file_that_is_larger_than_the_host_s_memory(tmp_path: Path) -> None:
     """One file of a 32B model on a login node: the kernel maps it to be read, and refuses to map it to be written."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rows = 2 * memory // (2 * 4096)
-    head = {"large": {"dtype": "BF16", "shape": [rows, 4096], "data_offsets": [0, rows * 4096 * 2]}}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + rows * 4096 * 2)  # sparse: it takes no room
+    rows = published.larger_than_memory(tmp_path)
     assert [(name, one.shape) for name, one in sharded_load._heads(tmp_path).items()] == [
         ("large", (rows, 4096))
     ]
