@@ -1,7 +1,7 @@
 """What bounded staleness brings: throughput at k = 0, 1, 2, 4, 8 beside k = 0 and beside three asynchronous trainers.
 
     python -m benchmarks.staleness --traces DIR [--ks 0,1,2,4,8] [--seeds 2] [--hours 0.75] [--cells ...] [--jobs 1]
-        [--on-new-version switch] [--reward-s 0]
+        [--on-new-version switch] [--kv recompute] [--reward-s 0]
 
 Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
 of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
@@ -54,6 +54,7 @@ class Play:
     hours: float
     traces: str
     on_new_version: str
+    kv: str
     reward_s: float
 
 
@@ -83,6 +84,7 @@ def scenario_of(play: Play) -> Scenario:
         horizon_s=min(cell.horizon_s, play.hours * 3600.0),
         max_off_policy_steps=play.k,
         on_new_version="finish" if play.on_new_version == "finish" else "switch",
+        kv="keep" if play.kv == "keep" and play.k else "recompute",
         reward_s=play.reward_s,
     )
 
@@ -214,12 +216,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.75)
     parser.add_argument("--cells", default=";".join(CELLS), help="names, with semicolons between them")
     parser.add_argument("--on-new-version", default="switch", choices=("switch", "finish"))
+    parser.add_argument("--kv", default="recompute", choices=("recompute", "keep"), help="where k is above 0")
     parser.add_argument("--reward-s", type=float, default=0.0)
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     ks = sorted({0, *(int(k) for k in args.ks.split(","))})
     plays = [
-        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.reward_s)
+        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.kv, args.reward_s)
         for seed in range(args.seeds)
         for cell in args.cells.split(";")
         for k in ks

@@ -300,6 +300,7 @@ class Client(Connection):
             run.nodes_per_engine,
             config.algorithm.max_off_policy_steps,
             config.algorithm.on_new_version,
+            config.algorithm.kv == "keep",
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

@@ -111,6 +111,7 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         engine_options.encode(config.engine.vllm),
         routing_nbytes(config) if config.algorithm.router_replay else 0,
         config.lora.rank if unmerged else 0,
+        config.algorithm.kv == "keep",
     )
 
 

@@ -404,6 +404,10 @@ class AlgorithmSection(Section):
     """With `max_off_policy_steps` above 0, what an engine that generates does when there are new weights. `switch`: it gives its
     samples back, loads the weights and goes on; a quarter of the engines at a time. `finish`: it loads them once it has no sample that
     its own weights may generate."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """With `on_new_version = "switch"`, what becomes of an engine's KV cache when it loads new weights. `recompute`: it is dropped,
+    and what samples have is prefilled again. `keep`: a sample goes on where it was and finds its own entries, which are of the weights
+    that made them; nothing else finds them. Needs vLLM; the reference engine recomputes."""
     on_late: Literal["wait", "later"] = "wait"
     """With `max_off_policy_steps` above 0, what a step does that has trained all it has and waits for a few late samples. `wait`: it waits.
     `later`: the next step trains their groups, if they are within `max_off_policy_steps` then and at least half of the step is trained;
@@ -422,6 +426,10 @@ class AlgorithmSection(Section):
         if self.on_late == "later" and not self.max_off_policy_steps:
             raise ValueError(
                 'on_late = "later" needs max_off_policy_steps of 1 or more: else every step is on policy'
+            )
+        if self.kv == "keep" and not (self.max_off_policy_steps and self.on_new_version == "switch"):
+            raise ValueError(
+                'kv = "keep" needs max_off_policy_steps of 1 or more and on_new_version = "switch": else no sample meets new weights'
             )
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')

@@ -31,7 +31,7 @@ class Scenario:
     `offload`: training state goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step.
     `reward_s`: from group to reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first
     engine of this reserved slot hangs when it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and
-    another one takes its slot. `max_off_policy_steps`, `on_new_version`, `on_late`: `algorithm`'s keys of these names.
+    another one takes its slot. `max_off_policy_steps`, `on_new_version`, `kv`, `on_late`: `algorithm`'s keys of these names.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
@@ -67,6 +67,7 @@ class Scenario:
     hangs: tuple[tuple[str, int], ...] = ()
     max_off_policy_steps: int = 0
     on_new_version: Literal["switch", "finish"] = "switch"
+    kv: Literal["recompute", "keep"] = "recompute"
     on_late: Literal["wait", "later"] = "wait"
     seed: int = 0
 

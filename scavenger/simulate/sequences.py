@@ -30,13 +30,16 @@ _TOLERANCE = 1e-6  # steps: what float sums of step counts may be off by
 
 
 class SimulatedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (the engine's alone)."""
+    """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (the engine's alone).
+    `cached`: of its prompt and those tokens, how many are in the engine's KV cache yet.
+    """
 
     key: int
     prompt: int
     prompt_tokens: int
     generated: int
     target: int
+    cached: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 0 <= self.generated < self.target:
@@ -109,12 +112,21 @@ class EngineBatch:
         return len(self._running) + len(self._joining) + len(self._waiting)
 
     @property
+    def room(self) -> int:
+        """Tokens for which the KV cache has room beside the samples here."""
+        return max(0, int(self._capacity - self._stored))
+
+    @property
     def running(self) -> int:
         return len(self._running)
 
     def __contains__(self, key: int) -> bool:
         not_running = (*self._joining, *self._waiting) if self._joining or self._waiting else ()
         return key in self._running or any(request.key == key for request in not_running)
+
+    def is_running(self, key: int) -> bool:
+        """Whether a sample is here and prefilled."""
+        return key in self._running
 
     def next_time(self) -> float:
         """When `advance` will have something to say; infinity when nothing runs."""
@@ -314,10 +326,11 @@ class EngineBatch:
             request = self._waiting.popleft()
             shared = self._residents[request.prompt] > 0
             self._residents[request.prompt] += 1
-            cached = request.prompt_tokens if shared else 0
-            # with the prompt cached, at least its last token goes through the model
+            prompt = request.prompt_tokens if shared else 0
+            cached = max(prompt, request.cached)
+            # with all of it cached, at least its last token goes through the model
             parts.append((max(1, request.generated + request.prompt_tokens - cached), cached))
-            self._stored += request.generated + request.prompt_tokens - cached
+            self._stored += request.generated + request.prompt_tokens - prompt
             self._joining.append(request)
         if parts:
             self.prefilled_tokens += sum(new for new, _ in parts)

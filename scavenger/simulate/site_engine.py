@@ -98,6 +98,7 @@ class _Request:
     prompt: int
     given: int
     target: int
+    asked: worker.Request
     done: bool = False  # it reached `target`, and waits for its group
 
 
@@ -147,6 +148,9 @@ class SimEngine:
         self._requests: dict[int, _Request] = {}  # by the session's handles, in the order in which they came
         self._siblings: dict[int, dict[int, None]] = {}  # prompt -> its requests, where groups move as one
         self._buffer: list[SimulatedRequest] = []  # until it is awake
+        self._cached: dict[
+            SampleKey, int
+        ] = {}  # tokens of samples that left, which its KV cache has yet; the oldest first
         self._timer: Timer | None = None
         self._busy_since: float | None = None
         self.alive = True
@@ -212,6 +216,7 @@ class SimEngine:
                 self._give([held.handle for held in found if held is not None])
             case Sleep() | Drain():
                 self._give_all()
+                self._cached.clear()
         self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
 
     def _hang(self) -> None:
@@ -319,10 +324,11 @@ class SimEngine:
     def _begin(self, request: worker.Request) -> SimulatedRequest:
         key, given = request.key, len(request.accepted)
         prompt, target = key.step * 1_000_000 + key.prompt, self._truth(key)
-        self._requests[request.handle] = _Request(prompt, given, target)
+        self._requests[request.handle] = _Request(prompt, given, target, request)
         if self._whole_groups:
             self._siblings.setdefault(prompt, {})[request.handle] = None
-        return SimulatedRequest(request.handle, prompt, len(request.prompt), given, target)
+        cached = min(self._cached.pop(key, 0), len(request.prompt) + given)
+        return SimulatedRequest(request.handle, prompt, len(request.prompt), given, target, cached)
 
     def _add(self, requests: list[SimulatedRequest]) -> None:
         if self._awake_at > self._sim.now:
@@ -332,6 +338,8 @@ class SimEngine:
             return
         self._wake()
         self.batch.add(requests, self._sim.now)
+        while self._cached and sum(self._cached.values()) > self.batch.room:
+            del self._cached[next(iter(self._cached))]
         self._arm()
 
     def _start_buffered(self) -> None:
@@ -350,7 +358,11 @@ class SimEngine:
             if one.done:
                 self.lost += one.target - one.given
             elif len(self._buffer) == before:
-                self.lost += self.batch.remove(handle, self._sim.now) - one.given
+                stays = one.asked.salt >= 0 and self.batch.is_running(handle)
+                length = self.batch.remove(handle, self._sim.now)
+                self.lost += length - one.given
+                if stays:
+                    self._cached[one.asked.key] = len(one.asked.prompt) + length
         self._arm()
 
     def _give(self, handles: Iterable[int]) -> None:

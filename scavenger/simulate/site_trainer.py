@@ -186,6 +186,7 @@ class SimTrainer:
                 1,
                 max_off_policy_steps=sc.max_off_policy_steps,
                 on_new_version=sc.on_new_version,
+                keeps_cache=sc.kv == "keep",
             )
         )
         self._publish()

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import psutil
 import pytest
 
@@ -41,8 +42,10 @@ kinds = pytest.importorskip("tests.rollout.kinds")
 from tests.rollout.test_engine_contract import finish, loaded, request  # noqa: E402  needs torch
 
 if TYPE_CHECKING:
+    from rollout.engines.vllm.setup import CPU_BLOCK
     from tests.rollout.kinds import Kind
 else:
+    CPU_BLOCK = pytest.importorskip("rollout.engines.vllm.setup").CPU_BLOCK
     Kind = kinds.Kind
 PATIENCE_S = 300.0  # for an engine to start on a busy machine
 M = TypeVar("M", bound=messages.Message)
@@ -139,6 +142,57 @@ def test_no_stop_token_is_drawn_before_min_tokens_of_the_whole_sample(kind: Kind
         assert not set(made[7].token_ids[:1]) & set(stops)
         assert len(made[7].token_ids) < 14
         await engine.close()
+
+    kind.run(main())
+
+
+@kinds.VLLM_ONLY
+def test_what_a_cache_kept_over_new_weights_is_used_by_samples_begun_before_them_alone(kind: Kind) -> None:
+    """`algorithm.kv = "keep"`: entries of old weights serve who goes on; an evaluation is of its version alone."""
+    fresh = models.plain_model(kind.text(), seed=5)
+    prompt = tuple(1 + i % 20 for i in range(2 * CPU_BLOCK))
+
+    async def main() -> None:
+        engine = await loaded(kind, msgspec.structs.replace(kind.spec(), keep_cache=True))
+        vllm, cached = engine._engine.bare, {}  # type: ignore[attr-defined]  # below what finds stop texts
+        generate = vllm._llm.generate
+
+        async def watched(*args: Any, **how: Any) -> AsyncIterator[Any]:
+            async for output in generate(*args, **how):
+                cached[output.request_id] = output.num_cached_tokens
+                yield output
+
+        async def of(handle: int, salt: int, accepted: tuple[int, ...] = ()) -> tuple[int, Any]:
+            asked = Request(
+                handle,
+                prompt,
+                accepted,
+                8,
+                Sampling(8 + len(accepted)),
+                11,
+                SampleKey("train", 3, 0, 0),
+                salt,
+            )
+            made = (await finish(engine, asked))[handle]
+            before = accepted + made.token_ids
+            gap = forward(fresh, prompt, before)[len(accepted) :].gather(1, torch.tensor([made.token_ids]).T)
+            return cached[str(vllm._serial)], (gap[:, 0] - torch.tensor(made.raw_logprobs)).abs().max()
+
+        vllm._llm.generate = watched
+        try:
+            await of(1, 1)
+            await engine.load(2, models.views(fresh))
+            assert [(await of(n, salt))[0] for n, salt in ((2, 2), (3, -1))] == [0, 0], "begun now"
+            found, gap = await of(4, 1, (3, 1, 2))
+            assert found >= CPU_BLOCK
+            assert gap > 0.01, (
+                "its logprobs are those that it was sampled by: of old entries under new weights"
+            )
+            found, gap = await of(5, -1, (3, 1, 2))
+            assert gap < kind.close_logprobs, "whose entries are of the new weights"
+        finally:
+            del vllm._llm.generate
+            await engine.close()
 
     kind.run(main())
 

@@ -101,9 +101,10 @@ def open_body(
     encrypt: bool = False,
     ahead: int = 0,
     on_new_version: str = "switch",
+    kv: str = "recompute",
 ) -> OpenRun:
     run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
-    algorithm = {"max_off_policy_steps": ahead, "on_new_version": on_new_version}
+    algorithm = {"max_off_policy_steps": ahead, "on_new_version": on_new_version, "kv": kv}
     config = json.dumps({"run": run, "weights": {"encrypt": encrypt}, "algorithm": algorithm})
     return OpenRun(
         PROTOCOL,
@@ -123,6 +124,7 @@ def open_body(
         encrypt,
         max_off_policy_steps=ahead,
         on_new_version=on_new_version,  # type: ignore[arg-type]
+        keeps_cache=kv == "keep",
     )
 
 

@@ -29,7 +29,7 @@ def run(
     """Play one schedule, over a ledger in memory unless another is given; raises `Failed`. `ahead`: steps submitted in advance."""
     rng = random.Random(seed)
     cover = cover or Coverage()
-    world = World(cover, ledger, ahead, switch=seed % 3 > 0)
+    world = World(cover, ledger, ahead, switch=seed % 3 > 0, kv="keep" if ahead and seed % 2 else "recompute")
     alone = seed % 4 == 3
     with cover.watching():
         try:

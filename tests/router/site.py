@@ -145,11 +145,17 @@ class Site:
     """See the module."""
 
     def __init__(
-        self, cover: Coverage | None = None, ledger: Ledger | None = None, ahead: int = 0, switch: bool = True
+        self,
+        cover: Coverage | None = None,
+        ledger: Ledger | None = None,
+        ahead: int = 0,
+        switch: bool = True,
+        kv: str = "recompute",
     ) -> None:
         self.cover = cover or Coverage()
         self.truth = Truth(ledger or Ledger(), ahead)
         self.ahead, self.on_new_version = ahead, "switch" if switch else "finish"
+        self.kv = kv if switch else "recompute"
         self.links: dict[int, Link] = {}
         self.conns = 100
         self.events = 0

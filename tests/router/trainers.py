@@ -78,8 +78,9 @@ class SimTrainer:
         truth: Truth,
         ahead: int = 0,
         on_new_version: str = "switch",
+        kv: str = "recompute",
     ) -> None:
-        self.ahead, self.on_new_version = ahead, on_new_version
+        self.ahead, self.on_new_version, self.kv = ahead, on_new_version, kv
         self.asked: dict[int, tuple[int, ...]] = {}  # step -> groups, of steps in advance
         self.name, self.campaign, self.resume, self.link, self.truth = name, campaign, resume, link, truth
         campaign.jobs += 1
@@ -156,6 +157,7 @@ class SimTrainer:
                     job_id=self.job,
                     ahead=self.ahead,
                     on_new_version=self.on_new_version,
+                    kv=self.kv,
                 )
                 return msgspec.structs.replace(body, run=self.campaign.run)
             case "publish":

@@ -247,7 +247,14 @@ class World(Site):
         campaign.kept = [step for step in kept if step <= resume]  # later ones are set aside
         campaign.salt += other
         self.trainers[name] = SimTrainer(
-            name, campaign, resume, self.open_link(OWNER), self.truth, self.ahead, self.on_new_version
+            name,
+            campaign,
+            resume,
+            self.open_link(OWNER),
+            self.truth,
+            self.ahead,
+            self.on_new_version,
+            self.kv,
         )
 
     def _standing(self, run: str) -> list[SimTrainer]:

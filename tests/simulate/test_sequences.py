@@ -239,6 +239,13 @@ def test_a_moved_sample_is_prefilled_with_its_answer() -> None:
     assert batch.decoded_tokens == 1000
 
 
+def test_what_the_cache_has_of_a_sample_that_comes_back_is_not_prefilled_again() -> None:
+    batch = EngineBatch(H100_8B)
+    batch.add([SimulatedRequest(1, 0, 300, 5000, 6000, 5200)], 0.0)
+    assert batch.next_time() == pytest.approx(H100_8B.prefill_s(100, 5200))
+    assert (batch.prefilled_tokens, batch.stored_tokens(0.0)) == (100, 5300)
+
+
 def test_decoding_stalls_while_a_newcomer_is_prefilled() -> None:
     batch = EngineBatch(H100_8B)
     batch.add([SimulatedRequest(1, 0, 100, 0, 5000)], 0.0)

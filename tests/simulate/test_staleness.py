@@ -34,6 +34,17 @@ def test_the_lengths_that_a_step_trains_are_those_that_were_asked_for(k: int, on
         assert (step.samples, step.tokens) == (len(asked), sum(asked)), f"step {step.step}"
 
 
+def test_a_kept_cache_saves_the_prefill_of_samples_that_meet_new_weights() -> None:
+    """Live they meet them all the time; harvested engines alone, which do not sleep while a step trains."""
+    scenario = replace(small(3, 4), max_off_policy_steps=2)
+    recomputed, kept = (
+        simulate(replace(scenario, kv=kv), SIMULATED_POLICIES["ours"]) for kv in ("recompute", "keep")
+    )
+    assert [step.tokens for step in kept.steps] == [step.tokens for step in recomputed.steps]
+    assert kept.prefilled < 0.9 * recomputed.prefilled
+    assert kept.seconds <= 1.02 * recomputed.seconds
+
+
 @pytest.mark.parametrize("engines", [1, 4])
 def test_reserved_engines_generate_while_rewards_are_waited_for(engines: int) -> None:
     """A first step with k = 1 and slow rewards: the reserved GPUs slept beside whole groups that had no rewards yet, as if those were

@@ -25,10 +25,11 @@ GROUP BY g.step, v.step ORDER BY g.step, v.step
 
 
 @pytest.mark.parametrize(
-    ("k", "on_new_version", "on_late"), [(1, "switch", "wait"), (3, "finish", "wait"), (2, "switch", "later")]
+    ("k", "on_new_version", "on_late", "kv"),
+    [(1, "switch", "wait", "recompute"), (3, "finish", "wait", "recompute"), (2, "switch", "later", "keep")],
 )
 def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
-    k: int, on_new_version: str, on_late: str, tmp_path: Path, small_model: Path
+    k: int, on_new_version: str, on_late: str, kv: str, tmp_path: Path, small_model: Path
 ) -> None:
     options = SiteOptions(
         "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
@@ -39,7 +40,12 @@ def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
             small_model,
             run={"steps": 6, "deterministic": False},
             engine={"max_batch": 8, "pace": 3.0},
-            algorithm={"max_off_policy_steps": k, "on_new_version": on_new_version, "on_late": on_late},
+            algorithm={
+                "max_off_policy_steps": k,
+                "on_new_version": on_new_version,
+                "on_late": on_late,
+                "kv": kv,
+            },
         )
         play.finish(site, play.submit(site, run))
         ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}

@@ -228,7 +228,10 @@ class VllmEngine:
         else:
             async with self._weights_lock:
                 found = await self._put_in(version, views, names)
-                await self._resume_with_clean_cache()
+                if self._spec.keep_cache:
+                    await self._call(self._llm.resume_generation())
+                else:
+                    await self._resume_with_clean_cache()
         self._usable = True
         return found if summed else b""
 
@@ -244,7 +247,7 @@ class VllmEngine:
             self._base = None  # until it is there whole
             self._base_digest = await self._load_memory(version, base, names)
             self._base = base
-        await self._call(self._llm.pause_generation(mode="abort"))
+        await self._pause_to_load()
         await self._adapt(version, adapters)
         return b"" if adapters else self._base_digest
 
@@ -275,7 +278,7 @@ class VllmEngine:
             cause = f"vLLM's model has no parameter for {len(self._lacking)} weights, the first is {self._lacking[0]!r}"
             raise EngineError(cause, "docs/engines.md says which models it takes")
         llm = self._llm
-        await self._call(llm.pause_generation(mode="abort"))
+        await self._pause_to_load()
         with await self._in_thread(MemoryFiles, views) as memory:
             given = (memory.paths, memory.table, memory.merges, version)
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
@@ -284,6 +287,9 @@ class VllmEngine:
         self._version, self._held = version, [reply.kept for reply in replies]
         sums = _added(reply.published for reply in replies)
         return checksum.digest({names[name]: value for name, value in sums.items()})
+
+    async def _pause_to_load(self) -> None:
+        await self._call(self._llm.pause_generation(mode="abort", clear_cache=not self._spec.keep_cache))
 
     async def _resume_with_clean_cache(self) -> None:
         """Zero the cache, forget its prefixes, let requests run."""
@@ -359,10 +365,9 @@ class VllmEngine:
         from vllm import TokensPrompt
 
         how = request.sampling
-        # Entries of the prefix cache are of one run's one version; a cached prompt of another is never found.
+        # A cached prompt of another run or version is never found.
         prompt = TokensPrompt(
-            prompt_token_ids=[*request.prompt, *request.accepted],
-            cache_salt=f"{self._host.run}/{self._version}",
+            prompt_token_ids=[*request.prompt, *request.accepted], cache_salt=self._salt(request)
         )
         with_adapters: Any = None
         if self._lora is not None:
@@ -388,6 +393,11 @@ class VllmEngine:
             self._work.set()
             if delta.error or delta.finish:
                 return
+
+    def _salt(self, request: Request) -> str:
+        """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them."""
+        run = self._host.run
+        return f"{run}/{self._version}" if request.salt < 0 else f"{run}/begun/{request.salt}"
 
     async def _routed(self, name: str, first: int, count: int) -> bytes:
         """Which experts so many tokens of a request went to, from a position on. Raises `EngineError` where vLLM does not say."""

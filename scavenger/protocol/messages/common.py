@@ -95,6 +95,9 @@ class EngineSpec(MessagePart, frozen=True):
     #: Bytes of each token that say which experts it went to (`protocol.routing`); 0 = engines do not report it.
     routing: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUTING)] = 0
     adapter_rank: Count = 0  # of adapters that it keeps beside their base; 0 = it merges them
+    keep_cache: bool = (
+        False  # of the KV cache, over a load of weights; what is found in it is by `Lease.salt`
+    )
 
 
 class WeightSource(MessagePart, frozen=True):

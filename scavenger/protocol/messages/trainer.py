@@ -71,6 +71,7 @@ class OpenRun(Message, frozen=True):
     on_new_version: Literal["switch", "finish"] = (
         "switch"  # with the above: whether engines that generate change weights at once
     )
+    keeps_cache: bool = False  # and whether a sample goes on where its KV cache is (`algorithm.kv`)
 
 
 class Attach(Message, frozen=True):

@@ -148,6 +148,7 @@ class WorkerLease:
             sampling=lease.sampling,
             seed=lease.seed,
             key=lease.key,
+            salt=lease.salt,
         )
 
     def held(self) -> Held:

@@ -43,6 +43,7 @@ from scavenger.router.core import (
     policy_driver,
     registration,
     restore,
+    returns,
     runs,
     samples,
     turns,
@@ -192,6 +193,7 @@ class Router:
             if run.turns.queue:  # before any step's samples: a caller waits for them
                 turns.place(self.core, run)
             if run.settings.max_off_policy_steps:
+                returns.expire(self.core, run)
                 policy_driver.switch(self.core, run)
             if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)

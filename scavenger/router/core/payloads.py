@@ -331,7 +331,7 @@ def fill_leases(message: Assign, lengths: Sequence[int], store: PayloadStore) ->
         if not n:
             made.append(x)
         elif (tokens := tokens_of(x.sample_id, n)) is not None:
-            made.append(Lease(x.sample_id, x.epoch, x.version, x.prompt, tokens, x.sampling, x.seed, x.key))
+            made.append(msgspec.structs.replace(x, accepted=tokens))
     return made
 
 

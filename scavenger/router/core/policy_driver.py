@@ -19,7 +19,7 @@ from scavenger.policy.interface import Fact, Paces, SampleMove, SamplePlacement,
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
-from scavenger.router.core import decision_log, samples, staleness, turns
+from scavenger.router.core import decision_log, returns, samples, staleness, turns
 from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.state import ActiveRun, Group, RouterLimits, Sample, SampleYield, Worker
 from scavenger.router.core.tables import Core
@@ -59,6 +59,7 @@ def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
             and sample.id in run.queue
             and sample.group.version == version
             and sample.id not in taken
+            and sample.id not in run.returning
             and staleness.is_now(run, sample.group)
             and (not staleness.is_bounded(sample.group) or _may_take(run, answer.worker_id, sample.group))
         )
@@ -153,7 +154,8 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     for sample in run.queue.waiting(samples.queued_version(run)):
         group = sample.group
         left -= staleness.is_now(run, group)
-        if staleness.is_bounded(group) and group.step > now and not group.orphaned:
+        returns_soon = sample.id in run.returning
+        if staleness.is_bounded(group) and group.step > now and not (group.orphaned or returns_soon):
             waiting.setdefault(group.step, []).append(sample)
     if not waiting or left <= 0:
         return []
@@ -225,6 +227,7 @@ def switch(core: Core, run: ActiveRun) -> None:
         ]
         if moves:
             _take(core, worker, moves)
+            returns.expect(run, worker, [core.samples[move.sample_id] for move in moves], core.now)
 
 
 def rebalance(core: Core, run: ActiveRun, *, timed: bool) -> None:

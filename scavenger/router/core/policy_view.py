@@ -44,7 +44,7 @@ class LiveView:
         run = self._run
         if not run.settings.max_off_policy_steps:
             return len(run.queue)
-        return sum(staleness.is_now(run, sample.group) for sample in run.queue)
+        return sum(staleness.is_now(run, one.group) for one in run.queue if one.id not in run.returning)
 
     @cached_property
     def version(self) -> int:
@@ -106,7 +106,8 @@ class LiveView:
         waiting = self._run.queue.waiting(self.version)
         if not self._run.settings.max_off_policy_steps:
             return waiting
-        return (sample for sample in waiting if staleness.is_now(self._run, sample.group))
+        away, run = self._run.returning, self._run
+        return (one for one in waiting if one.id not in away and staleness.is_now(run, one.group))
 
     @cached_property
     def workers(self) -> Sequence[WorkerView]:
@@ -117,10 +118,10 @@ class LiveView:
         run = self._run
         if not run.settings.max_off_policy_steps:
             return self.version, run.queue.came
-        return self.version, run.queue.came, run.progress.newest
+        return self.version, run.queue.came, run.progress.newest, tuple(run.returning)
 
     def is_waiting(self, sample_id: int) -> bool:
-        waits = self._run.queue.waits_for(sample_id, self.version)
+        waits = self._run.queue.waits_for(sample_id, self.version) and sample_id not in self._run.returning
         return waits and staleness.is_now(self._run, self._core.samples[sample_id].group)
 
     def waiting(self) -> Iterator[QueuedSamples]:

@@ -248,6 +248,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         int(section.get("nodes_per_engine", 1)),
         int(config.get("algorithm", {}).get("max_off_policy_steps", 0)),
         str(config.get("algorithm", {}).get("on_new_version", "switch")),
+        config.get("algorithm", {}).get("kv") == "keep",
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

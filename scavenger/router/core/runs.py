@@ -251,6 +251,7 @@ def _open(
         body.nodes_per_engine,
         body.max_off_policy_steps,
         body.on_new_version,
+        body.keeps_cache,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()

@@ -119,7 +119,9 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.assigned_at = None
     core.lease_granted(sample)
     core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
-    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
+    salt = staleness.salt(sample, version)
+    lease = Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, salt)
+    return lease, accepted
 
 
 def target_version(run: ActiveRun) -> int:

@@ -78,6 +78,14 @@ def mixture(sample: Sample) -> Mixture:
     return ((sample.group.version, sample.accepted),)
 
 
+def salt(sample: Sample, version: int) -> int:
+    """Whose entries of an engine's KV cache a lease of this version may use: `Lease.salt`."""
+    if not (sample.group.run.settings.keeps_cache and is_bounded(sample.group)):
+        return -1
+    found = mixture(sample)
+    return found[0][0] if found else version
+
+
 def told(group: Group, sample: Sample) -> tuple[tuple[int, int, int], ...]:
     """(version, its step, tokens) as its trainer is told; nothing where all of a step's samples are of one version."""
     if not is_bounded(group):

@@ -417,6 +417,7 @@ class RunSettings:
     nodes_per_engine: int = 1
     max_off_policy_steps: int = 0  # steps that the weights of a sample may be older than those that train it
     on_new_version: str = "switch"  # "switch" | "finish"; see `staleness.to_switch`
+    keeps_cache: bool = False  # an engine's KV cache outlives a load of weights; see `returns`
 
 
 @dataclass(slots=True)
@@ -627,6 +628,8 @@ class ActiveRun:
     leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved: ReservedEngines = field(default_factory=ReservedEngines)
+    #: Sample -> (worker that loads newer weights and has its KV cache, since when it is waited for): see `returns`.
+    returning: dict[int, tuple[int, float]] = field(default_factory=dict)
     decisions: PolicyDecisions = field(default_factory=PolicyDecisions)
     agreement: Agreement = field(default_factory=lambda: Agreement(SpanWindow(DEFAULT_RULES)))
     due: Due = field(default_factory=Due)

@@ -21,7 +21,7 @@ from scavenger.protocol.messages import (
     WeightsFailed,
     WeightsLoaded,
 )
-from scavenger.router.core import refusals, samples
+from scavenger.router.core import refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
@@ -119,6 +119,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     )
     if worker.status is WorkerStatus.LOADING:
         worker.transition(WorkerStep.SERVE)
+    returns.welcome(core, worker)
     steer(core, worker)
 
 
