@@ -1,20 +1,23 @@
 """Asynchronous trainers as their code admits, cancels and takes samples: prime-rl, verl's fully asynchronous trainer, AReaL. Pure.
 
-The unit is a group of siblings. All three train the groups that are whole first, in the order of their arrival, and none decides by a
-forecast. What each does:
+The unit is a group of siblings. All three train groups that are whole, none decides by a forecast. What each does, by its code:
 
-    PrimeRL   a fixed number in flight, refilled as they end. With each new version every group in flight is a step older; one that is more
-              than `max_off_policy_steps` (8) old is cancelled, and its tokens are thrown away. Whole groups wait for the trainer, at most
-              `max_async_level` batches of them (1), then nothing more begins.
-              `orchestrator/scheduler.py`, later `orchestrator/dispatcher.py` (`max_off_policy_steps`, `on_new_version`, `fill_inflight`),
-              github.com/PrimeIntellect-ai/prime-rl
+    PrimeRL   a fixed number in flight, refilled as they end; nothing more begins while a batch more than the one in training is whole
+              (`TARGET_LAG` = 1, `update_dispatch_gate`). With each new version a group is thrown away, with its tokens, where it began more
+              than `max_off_policy_steps` (8) versions before the batch that is collected now: in flight
+              (`Dispatcher.on_version_pending`) and whole (`TrainSink._drop_stale`).
+              `src/prime_rl/orchestrator`, github.com/PrimeIntellect-ai/prime-rl at 559b44772. There the number in flight follows the
+              pressure on the KV cache (`concurrency.py`); here it is given, and the best of several counts.
     Verl      a counter of samples of the present version: once it is int(required * (1 + staleness_threshold) *
-              trigger_parameter_sync_step) nothing more begins; a new version sets it to what is in flight and queued. `on_full`: "wait" as
-              that, or "drop": nothing waits, and the queue, of as many places, loses its oldest sample to the newest.
-              `experimental/fully_async_policy` (`set_max_required_samples`, `reset_staleness`, `message_queue.put_sample`),
-              github.com/volcengine/verl
-    AReaL     capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch - (accepted + running)).
-              `infra/staleness_manager.py` (`get_capacity`), github.com/inclusionAI/AReaL
+              trigger_parameter_sync_step) nothing more begins; a new version sets it to what is in flight and queued (`on_full` "wait").
+              "drop" is what its queue does where that does not hold it back: it has as many places, and loses its oldest sample to the
+              newest (`MessageQueue.put_sample`).
+              `verl/experimental/fully_async_policy`, github.com/volcengine/verl at b178a3cd5. Left out, in its favour: at most 16 samples
+              in flight for a server, and the wait of all engines while weights are synchronised.
+    AReaL     capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch - (accepted + running)); of what is whole, the
+              groups that began first are trained first.
+              `areal/infra/staleness_manager.py`, `workflow_executor.py`, github.com/inclusionAI/AReaL at 4aef98d8d. Its default
+              `max_concurrent`, one batch, is left out, in its favour.
 
 Knows no engine and no time: `asynchronous_run` plays them.
 """
@@ -23,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,13 @@ class Counts:
     batch: int
 
 
+class Queued(NamedTuple):
+    """A whole group. Numbers grow in the order in which groups began. `began`: with which version."""
+
+    group: int
+    began: int
+
+
 class Rule(Protocol):
     """`prefills`: whether engines prefill what they hold again once they have new weights."""
 
@@ -51,9 +61,12 @@ class Rule(Protocol):
     def admit(self, counts: Counts) -> int:
         """How many groups may begin now."""
 
-    def cancel(self, ages: Mapping[int, int]) -> Sequence[int]:
-        """There is a new version. `ages`: of each group in flight, the versions that came since it began, this one included. Returns those
-        that are thrown away."""
+    def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
+        """There is a new version. `ages`: of each group in flight, and of each whole one after the first batch, the versions that came
+        since it began, this one included. Returns those that are thrown away."""
+
+    def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
+        """A batch is whole. The queued groups, came in this order, in the order in which they are trained."""
 
     def overflow(self, counts: Counts) -> int:
         """A group became whole: how many of the oldest queued ones are thrown away."""
@@ -74,8 +87,14 @@ class PrimeRL:
             return 0
         return max(0, self.in_flight - counts.running)
 
-    def cancel(self, ages: Mapping[int, int]) -> Sequence[int]:
-        return sorted(group for group, age in ages.items() if age > self.max_off_policy_steps)
+    def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
+        ahead = int(
+            counts.queued >= counts.batch
+        )  # that batch is collected: the next one trains a version later
+        return sorted(group for group, age in ages.items() if age + ahead > self.max_off_policy_steps)
+
+    def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
+        return queued
 
     def overflow(self, counts: Counts) -> int:
         return 0
@@ -103,8 +122,11 @@ class Verl:
             return max(0, most - counts.running)
         return max(0, most - counts.begun)
 
-    def cancel(self, ages: Mapping[int, int]) -> Sequence[int]:
+    def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         return ()
+
+    def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
+        return queued
 
     def overflow(self, counts: Counts) -> int:
         return max(0, counts.queued - self.max_required(counts.batch)) if self.on_full == "drop" else 0
@@ -125,8 +147,11 @@ class AReaL:
         )
         return max(0, min(max(1, self.max_concurrent) - counts.running, staleness))
 
-    def cancel(self, ages: Mapping[int, int]) -> Sequence[int]:
+    def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         return ()
+
+    def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
+        return sorted(queued, key=lambda one: one.group)
 
     def overflow(self, counts: Counts) -> int:
         return 0

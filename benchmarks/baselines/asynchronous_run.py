@@ -1,6 +1,6 @@
 """Plays an asynchronous trainer (`asynchronous`) over the engines that a run of ours had: the same starts and preemptions.
 
-    groups --Rule.admit--> engines --whole--> queue --a batch, in order of arrival--> trainer --> new version --> engines load it
+    groups --Rule.admit--> engines --whole--> queue --Rule.first, a batch--> trainer --> new version --> engines load it
 
 As those systems are laid out, rollout and training have GPUs of their own: of the reserved GPUs some generate throughout, the others train.
 `best` takes the split with the most tokens a second, so that none of them is judged by a poor one. In their favour: weights come to all
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from benchmarks.baselines.asynchronous import Counts, Rule
+from benchmarks.baselines.asynchronous import Counts, Queued, Rule
 from benchmarks.baselines.registry import running_context
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Streams
@@ -114,7 +114,8 @@ class _Play:
         self._waiting: deque[_Sample] = deque()
         self._groups: dict[int, list[_Sample]] = {}  # in flight
         self._began: dict[int, int] = {}  # group -> the version with which it began
-        self._queue: deque[tuple[int, list[_Sample], int]] = deque()
+        self._queue: list[Queued] = []  # in the order in which they became whole
+        self._whole_samples: dict[int, list[_Sample]] = {}  # of each queued group
         self._version = self._accepted = self._since = self._next = 0
         self._training = False
         self.steps: list[StepPlayed] = []
@@ -210,12 +211,17 @@ class _Play:
     def _whole(self, group: int) -> None:
         if not all(sample.done for sample in self._groups[group]):
             return
-        self._queue.append((group, self._groups.pop(group), self._began.pop(group)))
+        self._queue.append(Queued(group, self._began.pop(group)))
+        self._whole_samples[group] = self._groups.pop(group)
         self._accepted += 1
         for _ in range(self._rule.overflow(self._counts())):
-            _, samples, _ = self._queue.popleft()
-            self.thrown += len(samples)
-            self._accepted -= 1
+            self._drop(self._queue[0])
+
+    def _drop(self, one: Queued) -> None:
+        """A whole group is thrown away."""
+        self._queue.remove(one)
+        self.thrown += len(self._whole_samples.pop(one.group))
+        self._accepted -= 1
 
     # ---------------------------------------------------------------- the trainer
 
@@ -224,13 +230,15 @@ class _Play:
         if self._training or len(self._queue) < sc.prompts:
             return
         self._training = True
-        taken = [self._queue.popleft() for _ in range(sc.prompts)]
-        lengths = [sc.prompt_tokens + sample.length for _, samples, _ in taken for sample in samples]
+        taken = self._rule.first(self._queue)[: sc.prompts]
+        self._queue = [one for one in self._queue if one not in taken]
+        samples = [sample for one in taken for sample in self._whole_samples.pop(one.group)]
+        lengths = [sc.prompt_tokens + sample.length for sample in samples]
         packed = cost.pack(spec.model, lengths, spec.ranks, sc.round_tokens)
         seconds = sum(cost.micro_step_s(spec, by_rank) for by_rank in packed)
         seconds += cost.optimizer_s(spec) + cost.publish_s(spec)
-        ages = [self._version - began for _, _, began in taken]
-        tokens = sum(sample.length for _, samples, _ in taken for sample in samples)
+        ages = [self._version - one.began for one in taken]
+        tokens = sum(sample.length for sample in samples)
         self._at(now + seconds, lambda at: self._trained(at, tokens, ages))
 
     def _trained(self, now: float, tokens: int, ages: Sequence[int]) -> None:
@@ -238,7 +246,13 @@ class _Play:
         self.steps.append(StepPlayed(now, tokens, statistics.mean(ages), max(ages)))
         self._version += 1
         self._since = len(self._groups) + len(self._queue)
-        for group in self._rule.cancel({one: self._version - began for one, began in self._began.items()}):
+        later = self._queue[self._sc.prompts :]
+        ages = {one: self._version - began for one, began in (*self._began.items(), *later)}
+        stale = set(self._rule.cancel(ages, self._counts()))
+        for one in later:
+            if one.group in stale:
+                self._drop(one)
+        for group in sorted(stale & self._groups.keys()):
             self._cancel(now, group)
         pull_s = self._sc.harvested.model.weight_bytes / min(
             self._sc.engine_bytes_s, self._sc.trainer.nic_bytes_s

@@ -26,7 +26,7 @@ from scavenger.protocol.messages import (
     Yield,
     Yielded,
 )
-from scavenger.router.core import samples, staleness, steps
+from scavenger.router.core import returns, samples, staleness, steps
 from scavenger.router.core.transitions import IllegalTransition
 from tests.router import schedule
 from tests.router.coverage import Coverage
@@ -398,6 +398,11 @@ def late_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "release", careless)
 
 
+def waited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample waits for the engine that has its KV cache, also where that is gone."""
+    monkeypatch.setattr(returns, "expire", lambda core, run: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
@@ -405,6 +410,7 @@ def late_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         (under_the_wrong_version, "other than those of its chunks|forgot the versions"),
         (taken_back_and_kept, "by weights taken back"),
         (late_and_dropped, "queued, in queue: False"),
+        (waited_for_ever, "a run does not go on"),
     ],
 )
 def test_the_schedules_find_a_planted_bug_of_staleness(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.baselines.asynchronous import AReaL, Counts, PrimeRL, Rule, Verl
+from benchmarks.baselines.asynchronous import AReaL, Counts, PrimeRL, Queued, Rule, Verl
 from benchmarks.baselines.asynchronous_run import Life, Played, best, lives_of, play, splits
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.decode import Stretch
@@ -31,7 +31,12 @@ def test_areal_admits_up_to_its_staleness_and_its_concurrency() -> None:
         "256 - 160 = 96, but 150 - 100"
     )
     assert rule.admit(replace(NONE, running=150, accepted=60)) == 0
-    assert rule.cancel({1: 99}) == (), "it bounds how many are begun, not how old one gets"
+    assert rule.cancel({1: 99}, NONE) == (), "it bounds how many are begun, not how old one gets"
+    queued = [Queued(5, 2), Queued(3, 1), Queued(4, 2)]
+    assert [one.group for one in rule.first(queued)] == [3, 4, 5], (
+        "`drained.sort(key=lambda x: x.create_time)`"
+    )
+    assert list(PrimeRL(1).first(queued)) == list(Verl(0.5).first(queued)) == queued
 
 
 def test_verl_begins_no_more_than_its_threshold_of_a_version() -> None:
@@ -51,13 +56,16 @@ def test_verl_begins_no_more_than_its_threshold_of_a_version() -> None:
 
 
 def test_prime_rl_keeps_its_pool_full_and_cancels_what_is_more_than_eight_steps_old() -> None:
-    """`orchestrator/scheduler.py`: `if info.off_policy_steps > self.max_off_policy_steps: future.cancel()`, the default is 8."""
+    """`orchestrator/utils.py`, `min_fresh_version`: (step - 1) - max_off_policy_steps; `step` is the batch that is collected now."""
     rule = PrimeRL(in_flight=100)
     assert rule.admit(NONE) == 100
     assert rule.admit(replace(NONE, running=97)) == 3
     assert rule.admit(replace(NONE, running=97, queued=64)) == 0, "a whole batch waits: max_async_level = 1"
     assert PrimeRL(100, max_async_level=2).admit(replace(NONE, running=97, queued=64)) == 3
-    assert list(rule.cancel({7: 8, 9: 9, 8: 12})) == [8, 9]
+    assert list(rule.cancel({7: 8, 9: 9, 8: 12}, NONE)) == [8, 9]
+    assert list(rule.cancel({7: 8, 9: 7}, replace(NONE, queued=64))) == [7], (
+        "a batch is whole: the next one is collected"
+    )
 
 
 # ---------------------------------------------------------------- the play
