@@ -247,8 +247,9 @@ class _Play:
         self._version += 1
         self._since = len(self._groups) + len(self._queue)
         later = self._queue[self._sc.prompts :]
-        ages = {one: self._version - began for one, began in (*self._began.items(), *later)}
-        stale = set(self._rule.cancel(ages, self._counts()))
+        began = dict((*self._began.items(), *later))
+        old = {group: self._version - version for group, version in began.items()}
+        stale = set(self._rule.cancel(old, self._counts()))
         for one in later:
             if one.group in stale:
                 self._drop(one)

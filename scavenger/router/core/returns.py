@@ -52,7 +52,7 @@ def welcome(core: Core, worker: Worker) -> None:
     """A worker has loaded: lease it what returns to it."""
     run = worker.run
     mine = [sample_id for sample_id, (worker_id, _) in run.returning.items() if worker_id == worker.id]
-    able = []
+    able: list[Sample] = []
     for sample_id in sorted(mine):
         del run.returning[sample_id]
         sample = core.samples.get(sample_id)
