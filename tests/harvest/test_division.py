@@ -87,7 +87,7 @@ class Nodes:
 
 def bid(run_id: int, engines: int = 64, gpus: int = 1, **more: object) -> Bid:
     given_ = {"owner": f"owner{run_id}", "benefit": benefit(gpus=gpus), **more}
-    return Bid(run_id, f"run{run_id}", engines, gpus, **given_)  # type: ignore[arg-type]
+    return Bid(run_id, f"run{run_id}", engines, gpus, **given_)  # type: ignore[arg-type]  # fields by name
 
 
 def held(run_id: int, count: int, node: str = "a", gpus: int = 1, age_s: float = 1e4) -> list[HeldEngine]:
@@ -350,7 +350,7 @@ def test_equal_facts_in_another_order_divide_alike() -> None:
 
 
 def limits(**more: object) -> HarvestLimits:
-    return replace(LIMITS, caps=Caps(64, 64), division=replace(RULES, floor=0.0), **more)  # type: ignore[arg-type]
+    return replace(LIMITS, caps=Caps(64, 64), division=replace(RULES, floor=0.0), **more)  # type: ignore[arg-type]  # by name
 
 
 def demand(
@@ -370,7 +370,7 @@ def test_the_harvester_starts_what_the_division_gives_and_says_by_which_numbers(
     assert decision.division is not None
     rows = {row["run"]: row for row in decision.division.rows}
     assert (rows["run1"]["gets"], rows["run1"]["wants"]) == (6, 12)
-    assert rows["run1"]["next"] < rows["run1"]["last"]  # type: ignore[operator]
+    assert rows["run1"]["next"] < rows["run1"]["last"]  # type: ignore[operator]  # JSON
     assert "run run2 gets 6 of 12 engines" in decision.division.reason
 
 
@@ -379,7 +379,7 @@ def ours(run_id: int, count: int, first: int = 1, **more: object) -> list[OurJob
     for n in range(count):
         number = first + n
         fields = {"node": f"node{1 + (number - 1) // 4}", "started_at": NOW - 1e4, **more}
-        found.append(replace(engine(number, owner=f"owner{run_id}"), run_id=run_id, **fields))  # type: ignore[arg-type]
+        found.append(replace(engine(number, owner=f"owner{run_id}"), run_id=run_id, **fields))  # type: ignore[arg-type]  # by name
     return found
 
 

@@ -75,7 +75,7 @@ def test_engines_go_to_the_run_that_gains_more_and_back_while_others_preempt(wor
             for ada_gains in (False, True, False, True):
                 world.demand = demand(ada_gains)
                 expected = {1: 3, 2: 1} if ada_gains else {1: 1, 2: 3}
-                await until(f"{expected}", lambda now=expected: engines(world) == now, 90.0)  # type: ignore[misc]
+                await until(f"{expected}", lambda now=expected: engines(world) == now, 90.0)  # type: ignore[misc]  # a default in a lambda
             theirs = await asyncio.to_thread(
                 world.site.submit, spec(gpus=2, nodelist=("node1",), workdir="/tmp")
             )
