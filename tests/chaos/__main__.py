@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         default="kill,stop,hole",
         help=f"of {','.join(KINDS)} (disk needs root; default: all but disk)",
     )
+    parser.add_argument(
+        "--off-policy", type=int, default=0, help="steps that are generated in advance (default 0)"
+    )
     parser.add_argument("--steps", type=int, default=0, help="of the run (default: grows with --kills)")
     parser.add_argument(
         "--minutes",
@@ -97,7 +100,15 @@ def main() -> int:
     kinds = tuple(args.faults.split(","))
     site = work / f"run-{os.getpid()}"
     options = Options(
-        site, args.seed, args.kills, steps, kinds, args.backend, args.database, deadline_s=60 * args.minutes
+        site,
+        args.seed,
+        args.kills,
+        steps,
+        kinds,
+        args.backend,
+        args.database,
+        deadline_s=60 * args.minutes,
+        off_policy=args.off_policy,
     )
     try:
         model = work / "model"

@@ -36,6 +36,14 @@ _FILLED = """
 SELECT g.step, g.prompt_index, s.sample_index FROM samples s JOIN groups g ON g.group_id = s.group_id
 WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered')
 """
+#: Of each version whose tokens were trained in a step: the optimizer steps between them.
+_AGES = """
+SELECT DISTINCT g.step, g.step - 1 - v.step FROM chunks c
+JOIN samples s ON s.sample_id = c.sample_id
+JOIN groups g ON g.group_id = s.group_id
+JOIN weight_versions v ON v.run_id = g.run_id AND v.version = c.version
+WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered')
+"""
 _FINAL = """
 SELECT s.sample_id, s.state, c.tokens FROM samples s LEFT JOIN chunks c ON c.sample_id = s.sample_id ORDER BY s.sample_id, c.start_len
 """
@@ -54,8 +62,12 @@ class Audit:
         return not any(self.counts.values())
 
 
-def audit(site: DemoSite, watcher: Watcher, reference: play.Result) -> Audit:
-    """Ask everything. The ledger must be reachable, and the run at its end."""
+def audit(site: DemoSite, watcher: Watcher, reference: play.Result, off_policy: int = 0) -> Audit:
+    """Ask everything. The ledger must be reachable, and the run at its end.
+
+    With `off_policy` steps in advance its tokens depend on when weights came, and differ from the undisturbed run's; then it is asked
+    whether any was trained beyond them.
+    """
     found: list[str] = []
     wrong = list(watcher.seen.wrong)
     seen = watcher.seen.tokens
@@ -68,18 +80,28 @@ def audit(site: DemoSite, watcher: Watcher, reference: play.Result) -> Audit:
     found += [f"stale chunk accepted: sample, epoch, start = {row}" for row in stale]
     found += [f"skipped: step, prompt, index = {place}" for place in skipped]
     found += [f"ledger check: {line}" for line in problems]
-    tokens, steps = (0, 0) if problems else _differences(play.result(site), reference, found)
     counts = {
         "committed tokens lost": lost,
         "chunks that were seen to change, overlap or come late": len(wrong),
         "samples consumed twice": len(twice),
         "prompts skipped": len(skipped),
         "stale chunks accepted": len(stale),
-        "samples with other tokens than undisturbed": tokens,
-        "steps with another reward or loss than undisturbed": steps,
         "findings of `scavenger ledger check`": len(problems),
     }
-    return Audit(counts, _facts(site, seen, watcher), tuple(found))
+    facts = _facts(site, seen, watcher)
+    if off_policy:
+        ages = play.ask(site, _AGES)
+        beyond = sorted((step, age) for step, age in ages if not 0 <= age <= off_policy)
+        found += [
+            f"trained beyond {off_policy} steps: step {step} has tokens {age} old" for step, age in beyond
+        ]
+        counts["steps with tokens older than allowed"] = len(beyond)
+        facts["steps with tokens of older weights"] = len({step for step, age in ages if age > 0})
+    elif not problems:
+        tokens, steps = _differences(play.result(site), reference, found)
+        counts["samples with other tokens than undisturbed"] = tokens
+        counts["steps with another reward or loss than undisturbed"] = steps
+    return Audit(counts, facts, tuple(found))
 
 
 def _final(site: DemoSite) -> list[tuple[int, str, bytes]]:

@@ -46,7 +46,7 @@ DISK_NBYTES = 96 << 20
 class Options:
     """What a chaos run is asked for. The fault `disk` mounts a small file system for the state directory (needs root).
 
-    `local_parts`: those of them that run with any backend and database.
+    `local_parts`: those of them that run with any backend and database. `off_policy`: the run's `algorithm.max_off_policy_steps`.
     """
 
     dir: Path
@@ -59,6 +59,7 @@ class Options:
     local_parts: Collection[str] = ("daemon", "engine", "rank", "launcher", "rewards")
     pace: float = 10.0
     deadline_s: float = 1200.0
+    off_policy: int = 0
 
     @property
     def parts(self) -> set[str]:
@@ -115,9 +116,16 @@ class Chaos:
             self.run_toml = play.write_run(
                 self.site,
                 self.model,
-                run={"steps": options.steps, "poison_after": 100_000},
-                engine={"max_batch": 4, "pace": options.pace},
+                run={
+                    "steps": options.steps,
+                    "poison_after": 100_000,
+                    "deterministic": not options.off_policy,
+                },
+                engine={"max_batch": 8 if options.off_policy else 4, "pace": options.pace},
                 reserved={"wake_after_s": 1.0},
+                algorithm={"max_off_policy_steps": options.off_policy, "kv": "keep"}
+                if options.off_policy
+                else {},
             )
             self.tokens = sum(len(data) // 4 for data in reference.tokens.values())
             self.watcher = stack.enter_context(Watcher(self.site.ledger_url))
@@ -127,7 +135,7 @@ class Chaos:
                 self._job = play.submit(self.site, self.run_toml)
                 self._loop()
                 self._settle()
-                found = audit(self.site, self.watcher, reference)
+                found = audit(self.site, self.watcher, reference, options.off_policy)
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{self._logs()}") from error
             return Outcome(found, self.done, len(self.plan), self.own_ends, time.monotonic() - self._began)

@@ -101,6 +101,24 @@ def test_fifty_kills_zombies_and_black_holes_change_nothing_on_postgresql(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_kills_lose_nothing_of_what_is_generated_in_advance(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    """With k = 4 tokens depend on when weights came. None is lost, trained twice or beyond k, whoever dies."""
+    chaos = _play(
+        Options(tmp_path, seed=54, kills=20, steps=8, kinds=("kill", "stop", "hole"), off_policy=4),
+        small_model,
+        undisturbed,
+    )
+    site = DemoSite(SiteOptions("local", chaos.options.dir))
+    found = audit(site, chaos.watcher, undisturbed.until(8), off_policy=4)
+    assert found.facts["steps with tokens of older weights"] > 2, "hardly anything was generated in advance"
+    strict = audit(site, chaos.watcher, undisturbed.until(8), off_policy=1)
+    assert strict.counts["steps with tokens older than allowed"] > 0, "what would be found"
+
+
+@pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.timeout(1500)
 def test_kills_of_slurmctld_too_change_nothing_on_slurm(
