@@ -18,6 +18,7 @@ from scavenger.config.run import (
     AlgorithmSection,
     CheckpointSection,
     DataSection,
+    DataSet,
     EmbeddedSection,
     EngineSection,
     EvalSection,
@@ -58,6 +59,7 @@ __all__ = [
     "DaemonConfig",
     "DaemonSection",
     "DataSection",
+    "DataSet",
     "EmbeddedSection",
     "EngineSection",
     "EvalSection",
@@ -174,8 +176,10 @@ def run_of(layered: Layered) -> RunConfig:
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     python = config.data.environment_python
+    trained = tuple(one.model_copy(update={"path": base / one.path}) for one in config.data.sets)
     data = config.data.model_copy(
-        update=({"path": base / config.data.path} if config.data.path else {})
+        update={"sets": trained}
+        | ({"path": base / config.data.path} if config.data.path else {})
         | ({"environment_python": base / python} if python else {})
     )
     sets = tuple(one.model_copy(update={"path": base / one.path}) for one in config.eval.sets)

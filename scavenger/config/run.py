@@ -18,6 +18,11 @@ from scavenger.protocol.messages.common import MAX_GROUP_SAMPLES
 #: vLLM refuses a request with a higher one.
 MAX_VLLM_TEMPERATURE = 2
 Column = Annotated[str, Field(min_length=1), Allowed("column name")]
+PartName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,63}$"),
+    Allowed("letters, digits, `_`; 1 to 64, the first a letter or digit"),
+]
 
 
 class RunSection(Section):
@@ -85,6 +90,24 @@ class ModelSection(Section):
     """Tokens of prompt and completion together at most."""
 
 
+class DataSet(Section):
+    """One of several data sets to train on. A step has prompts of each in the proportion of their weights; each is
+    reshuffled when its own epoch is over."""
+
+    name: PartName
+    """The reward function gets it as `meta["data_set"]`. The metric `reward_of_<name>` is of its prompts alone."""
+    path: Path
+    """Its rows, as `data.path`. They are rendered as those are: `data.chat`, `data.system`."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the prompts, in proportion to the other sets' weights."""
+    task: Literal["jsonl", "parquet"] | None = None
+    """File format. None: as `data.task`; JSONL where that is `sort`."""
+    prompt_field: Column | None = None
+    """Column of the prompt. None: as `data.prompt_field`."""
+    answer_field: Column | None = None
+    """Column of the reference answer. None: as `data.answer_field`."""
+
+
 class DataSection(Section):
     """The prompts, and how many of them a step takes."""
 
@@ -100,6 +123,8 @@ class DataSection(Section):
     answer_field: Column = "answer"
     """Column of the reference answer, which the reward function gets as `meta["answer"]` too. Left out, rows
     may have none: for a judge, tests of code or any reward that needs no answer."""
+    sets: Annotated[tuple[DataSet, ...], Allowed("tables `[[data.sets]]`")] = ()
+    """Several data sets instead of `path`, mixed by weight: see [below](#datasets)."""
     chat: bool = False
     """`true`: prompts are rendered with the model's chat template, up to where the assistant's turn
     begins."""
@@ -153,8 +178,8 @@ class DataSection(Section):
             for key in self.model_fields_set
             if getattr(self, key) != DataSection.model_fields[key].get_default(call_default_factory=True)
         }
-        if self.environment and (self.path is not None or "task" in said):
-            raise ValueError("environment brings its own tasks: leave out task and path")
+        if self.environment and (self.path is not None or self.sets or "task" in said):
+            raise ValueError("environment brings its own tasks: leave out task, path and sets")
         if not self.environment and (
             named := sorted(key for key in said if key.startswith(("environment_", "episode_")))
         ):
@@ -163,7 +188,12 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
-        if self.task != "sort" and self.path is None:
+        if self.sets and self.path is not None:
+            raise ValueError("sets have paths of their own: leave out path, or make it one of the sets")
+        names = [one.name for one in self.sets]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sets: two are named {doubled[0]!r}; give one of them another name")
+        if self.task != "sort" and self.path is None and not self.sets:
             raise ValueError(f'task = "{self.task}" needs data.path')
         return self
 
@@ -270,11 +300,6 @@ class EngineSection(Section):
         return self
 
 
-PartName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,63}$"),
-    Allowed("letters, digits, `_`; 1 to 64, the first a letter or digit"),
-]
 Function = Annotated[str, Allowed('`"module:function"`')]
 FiniteWeight = Annotated[float, Field(allow_inf_nan=False)]
 

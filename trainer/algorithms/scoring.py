@@ -27,7 +27,7 @@ from trainer.algorithms.advantages import Advantages, overlong_penalty
 from trainer.algorithms.rewards import Reward
 from trainer.algorithms.rows import DenominatorShare, resolve
 from trainer.data.batching import TrainRow
-from trainer.data.prompts import PromptTask
+from trainer.data.prompts import DATA_SET, PromptTask
 
 #: Why a completion that the length limit ended is not trained (`algorithm.on_length = "mask"`).
 ENDED_BY_LENGTH = "ended by the length limit"
@@ -215,6 +215,8 @@ class Scoring:
         parts = [reward.parts for reward in good]
         if self._episodes is not None:
             parts = [self._episodes.parts(sample) for sample, _, why in samples if not why]
+        if of_set := json.loads(pending.group.meta or "{}").get(DATA_SET):
+            parts = [*parts, *({f"of_{of_set}": reward} for _, reward, why in samples if not why)]
         judged = Judged(pending.group, samples, tuple(part for part in parts if part))
         judged = self.mask_suspects(judged)
         self._seen(judged)

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from scavenger.config import DataSection, EvalSet, RunConfig
+from scavenger.config import DataSection, DataSet, EvalSet, RunConfig
 from scavenger.errors import ConfigError
 from trainer.data import dataset
 from trainer.data.batching import shuffled
 from trainer.data.dataset import Item, Prompt
+from trainer.data.mixture import Mixture
 from trainer.tasks import sort
 
 
@@ -42,6 +43,8 @@ class EvalPrompts:
     prompts: tuple[PromptTask, ...]
 
 
+#: Key of a prompt's metadata: which of `data.sets` it is of.
+DATA_SET = "data_set"
 #: (text, meta) of a prompt.
 PromptRow = tuple[str, dict[str, Any]]
 
@@ -84,8 +87,9 @@ class FileStream:
         held_out: int,
         other: Sequence[PromptRow] = (),
         origin: str = "",
+        name: str = "data.path",
     ) -> None:
-        """`other`: where held-out rows come from instead. `origin`: digest of what the rows were made from.
+        """`other`: where held-out rows come from instead. `origin`: digest of what the rows were made from. `name`: in errors.
 
         Raises `ConfigError` when there are too few rows.
         """
@@ -104,7 +108,7 @@ class FileStream:
         else:
             if held_out >= len(order):
                 raise ConfigError(
-                    f"data.path has {len(order)} rows, eval.prompts = {held_out} leaves none to train on",
+                    f"{name} has {len(order)} rows, {held_out} held-out prompts (eval.prompts) leave none to train on",
                     "lower eval.prompts",
                 )
             self._held_out, self._train = (
@@ -124,6 +128,37 @@ class FileStream:
 
     def digest(self) -> str:
         return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
+
+
+class MixedStream:
+    """Several data sets, mixed by weight. Held-out prompts are of the sets in the same proportions; `elsewhere`: of `eval.path`, which the
+    first stream has."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        streams: Sequence[FileStream],
+        mixture: Mixture,
+        *,
+        elsewhere: bool = False,
+    ) -> None:
+        self._names, self._streams, self._mixture, self._elsewhere = names, streams, mixture, elsewhere
+
+    def train(self, position: int) -> PromptRow:
+        place = self._mixture.at(position)
+        text, meta = self._streams[place.set].train(place.number)
+        return text, meta | {DATA_SET: self._names[place.set]}
+
+    def held_out(self, index: int) -> PromptRow:
+        if self._elsewhere:
+            return self._streams[0].held_out(index)
+        place = self._mixture.at(index)
+        text, meta = self._streams[place.set].held_out(place.number)
+        return text, meta | {DATA_SET: self._names[place.set]}
+
+    def digest(self) -> str:
+        parts = [[name, one.digest()] for name, one in zip(self._names, self._streams, strict=True)]
+        return blake3(json.dumps([parts, self._mixture.shares]).encode()).hexdigest(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +291,8 @@ class PromptSource:
         self._stream: Stream = SortStream(config.data.seed)
         if tasks is not None:
             self._stream = TaskStream(tasks, config.data.seed, config.eval.prompts)
+        elif config.data.sets:
+            self._stream = self._mixed()
         elif config.data.path is not None and config.data.task != "sort":
             self._stream = self._from_files(config.data.path)
         #: Of the training prompts and their order: what a resumed run must find as it left it.
@@ -273,6 +310,40 @@ class PromptSource:
         )
         origin = origin_of(items, template, config.data.answer_field)
         return FileStream(rows, config.data.seed, config.eval.prompts, other, origin)
+
+    def _mixed(self) -> MixedStream:
+        """Of `data.sets`. Raises `ConfigError` as `_from_files`, naming the set's files."""
+        config, sets = self._config, self._config.data.sets
+        mixture = Mixture([one.weight for one in sets])
+        counts = mixture.counts(config.eval.prompts)
+        other: Sequence[PromptRow] = ()
+        if config.eval.path:
+            data = self._data_of(None)
+            template = PromptTemplate(config.model.path, data)
+            _, other = self._fitting(dataset.read(data, config.eval.path), template, config.eval.path)
+            counts = [config.eval.prompts, *(0 for _ in sets[1:])]
+        streams: list[FileStream] = []
+        for one, held_out in zip(sets, counts, strict=True):
+            data = self._data_of(one)
+            template = PromptTemplate(config.model.path, data)
+            items, rows = self._fitting(dataset.read(data, one.path), template, one.path)
+            if any(DATA_SET in item.columns for item in items):
+                raise ConfigError(
+                    f"{one.path}: a column is named {DATA_SET!r}, which says of which set a row is",
+                    "name that column otherwise",
+                )
+            origin = origin_of(items, template, data.answer_field)
+            mine = () if streams else other
+            streams.append(FileStream(rows, data.seed, held_out, mine, origin, f"data.sets: {one.name!r}"))
+        names = [one.name for one in sets]
+        return MixedStream(names, streams, mixture, elsewhere=config.eval.path is not None)
+
+    def _data_of(self, one: DataSet | EvalSet | None) -> DataSection:
+        """How the rows of a set (None: of `eval.path`) are read: as `data` says, but for what the set says itself."""
+        data = self._config.data
+        named = ("prompt_field", "answer_field", "task")
+        own = {key: getattr(one, key) for key in named if getattr(one, key, None) is not None}
+        return data.model_copy(update=({"task": "jsonl"} if data.task == "sort" else {}) | own)
 
     def _fitting(
         self, items: Sequence[Item], template: PromptTemplate, path: Path
@@ -326,12 +397,7 @@ class PromptSource:
 
     def _rows_of(self, one: EvalSet) -> list[PromptRow]:
         """The chosen rows of a set. Raises `ConfigError` where it has fewer."""
-        data = self._config.data
-        named = {"prompt_field": one.prompt_field, "answer_field": one.answer_field, "task": one.task}
-        changes = {key: value for key, value in named.items() if value is not None}
-        if data.task == "sort":
-            changes = {"task": "jsonl"} | changes
-        data = data.model_copy(update=changes)
+        data = self._data_of(one)
         _, rows = self._fitting(
             dataset.read(data, one.path), PromptTemplate(self._config.model.path, data), one.path
         )
