@@ -2,6 +2,8 @@
 
 Each position goes to the set that is furthest behind its share, the first of those alike. So every stretch of the stream has each set's
 share within two prompts, a step's as well as an epoch's, and nothing is drawn.
+
+Boundary: weights and positions; no rows.
 """
 
 from __future__ import annotations
