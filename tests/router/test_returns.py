@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scavenger.ledger import records as rec
 from scavenger.protocol.messages import (
     Goodbye,
     Heartbeat,
@@ -57,6 +58,8 @@ def test_it_returns_to_its_engine_though_another_has_a_free_slot_and_names_whose
     [lease] = bench.leases(W1)
     assert (lease.sample_id, lease.version, len(lease.accepted) // 4, lease.salt) == (2, 2, 3, 1)
     assert bench.router.core.runs["r"].returning == {}
+    why = [record.reason for record in bench.ledger.log if isinstance(record, rec.Decision)]
+    assert "begun on worker 1, which has its KV cache and loaded version 2" in why
 
 
 def test_without_it_the_first_free_slot_takes_it() -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scavenger.router.core import samples
+from scavenger.policy.interface import SamplePlacement
+from scavenger.router.core import decision_log, samples
 from scavenger.router.core.state import ActiveRun, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import WorkerStatus
@@ -69,3 +70,7 @@ def welcome(core: Core, worker: Worker) -> None:
             run.queue.discard(sample)
         samples.lease(core, worker, able)
         core.count("returned", len(able))
+        why = (
+            f"begun on worker {worker.id}, which has its KV cache and loaded version {worker.weights.loaded}"
+        )
+        decision_log.placed(core, run, [SamplePlacement(sample.id, worker.id, why) for sample in able])
