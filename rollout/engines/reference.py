@@ -46,7 +46,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> ReferenceEngine:
     gpu = account.of_engine(os.environ)[0] if host.sleeps else None  # it shares it with a trainer
     try:
         decoder = await asyncio.get_running_loop().run_in_executor(
-            executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu)
+            executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu, clock=time.perf_counter)
         )
     except BaseException:
         executor.shutdown(wait=False)

@@ -1,0 +1,92 @@
+"""What an engine asks for drafts: it tells which samples run, what they said and how passes went, and gets drafts. Pure: time is told.
+
+    enter, extend, leave      the samples of the running batch and their tokens
+    propose                   before a pass: a draft of each sample, cut to the length that pays, and why
+    verified, passed          after it: what was accepted, how long it took
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout.engines.speculation.groups import DraftTokens, Groups
+from rollout.engines.speculation.length import Acceptance, DraftLength, PassTime, draft_length
+from scavenger.protocol.messages import SampleKey
+
+MAX_DRAFT = 16  # tokens of one draft
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Totals since the engine was built. `verifications`: passes of one sample in which a draft was verified; each made one token more
+    than it `accepted`, for the model's own next token comes with it."""
+
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """By handle, the draft of each sample that has one; the decision that cut them."""
+
+    drafts: Mapping[int, DraftTokens]
+    decision: DraftLength
+
+
+class Speculator:
+    """Of one engine."""
+
+    def __init__(self, groups: Groups | None = None, floor_s: float = 0.0, max_draft: int = MAX_DRAFT) -> None:
+        self.groups = groups if groups is not None else Groups()
+        self.total = Speculated()
+        self._max_draft = max_draft
+        self._acceptance = Acceptance()
+        self._time = PassTime(floor_s)
+
+    def enter(self, handle: int, key: SampleKey, prompt: tuple[int, ...], accepted: Sequence[int]) -> None:
+        """As in `Groups`."""
+        self.groups.enter(handle, key, prompt, accepted)
+
+    def extend(self, handle: int, tokens: Sequence[int]) -> None:
+        """As in `Groups`."""
+        self.groups.extend(handle, tokens)
+
+    def leave(self, handle: int) -> None:
+        """As in `Groups`."""
+        self.groups.leave(handle)
+
+    def propose(self, room: Mapping[int, int]) -> Proposal:
+        """For a pass over these samples. `room`: by handle, how many drafted tokens may be verified, by the sample's own limits."""
+        found: dict[int, DraftTokens] = {}
+        for handle, most in room.items():
+            draft = self.groups.draft(handle, min(most, self._max_draft))
+            if draft.tokens:
+                found[handle] = draft
+        chance = self._acceptance.chance
+        chances = [[chance(one) for one in draft.frequency] for draft in found.values()]
+        decision = draft_length(chances, len(room), self._time)
+        return Proposal(
+            {handle: _cut(draft, decision.length) for handle, draft in found.items()} if decision.length else {},
+            decision,
+        )
+
+    def verified(self, draft: DraftTokens, accepted: int) -> None:
+        """Of a draft that a pass verified, the first `accepted` tokens were right."""
+        self._acceptance.judged(draft.frequency, accepted)
+        total = self.total
+        self.total = Speculated(
+            total.drafted + len(draft.tokens), total.accepted + accepted, total.verifications + 1
+        )
+
+    def passed(self, positions: int, seconds: float) -> None:
+        """A decode pass over so many positions, padding among them, took so long."""
+        self._acceptance.age()
+        self._time.measured(positions, seconds)
+
+
+def _cut(draft: DraftTokens, length: int) -> DraftTokens:
+    if len(draft.tokens) <= length:
+        return draft
+    return DraftTokens(draft.tokens[:length], draft.frequency[:length], draft.context)
