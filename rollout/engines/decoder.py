@@ -29,10 +29,10 @@ from rollout.engines.routing import KNOWN, Recorder
 from rollout.engines.sampling import Draws, SampledTokens, draw
 from rollout.engines.slots import SlotCache
 from rollout.engines.speculation.groups import NO_DRAFT, DraftTokens
-from rollout.engines.speculation.speculator import Speculated, Speculator
+from rollout.engines.speculation.speculator import Speculator
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request, Speculated
 from scavenger.sizing.shape import of_config
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -52,6 +52,7 @@ class _Row:
     cached: int = 0
     last: int = -1
     made: int = 0
+    undrafted: bool = False  # its next pass verifies no draft
 
     @property
     def position(self) -> int:
@@ -267,11 +268,14 @@ class Decoder:
         began = self._clock()
         if speculator is not None:
             # The last token allowed needs no draft behind it; a context of nothing but drafts' positions is thus never exceeded.
-            proposed = speculator.propose({row.request.handle: row.left - 1 for row in rows}).drafts
+            room = {row.request.handle: 0 if row.undrafted else row.left - 1 for row in rows}
+            proposed = speculator.propose(room).drafts
             drafts = [proposed.get(row.request.handle, NO_DRAFT) for row in rows]
         width = 1 + max(len(draft.tokens) for draft in drafts)
         ids = [[row.last, *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        padded = torch.tensor([line + [0] * (width - len(line)) for line in ids], device=self._device)
+        padded = torch.tensor(
+            [line + line[:1] * (width - len(line)) for line in ids], device=self._device
+        )
         cached = torch.tensor([row.cached for row in rows], device=self._device)
         # Padding beyond the context goes to its last entry, which no token ever needs: the last one made is not cached.
         places = cached[:, None] + torch.arange(width, device=self._device)
@@ -361,49 +365,48 @@ class Decoder:
         start = 0
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             stop = start + counts[i]
-            made, over = self._keep(row, draft, drawn, start, routed[i])
-            deltas += made
-            if over:
-                ended.append(first + i)
-            if any(drawn.bad[start:stop]):
-                # What comes into the slot next would meet it: another sample, or behind a refused draft this one's next tokens.
-                self._cache.wipe(first + i, 0 if over else row.cached)
+            row.undrafted = bool(draft.tokens) and any(drawn.bad[start:stop])
+            if row.undrafted:
+                # The draft may be to blame: a masked NaN poisons the positions before it too. So the row made nothing in this pass.
+                self._cache.wipe(first + i, row.cached)
+                if self._speculator is not None:
+                    self._speculator.verified(draft, 0)
+            else:
+                made, over = self._keep(first + i, draft, drawn, start, routed[i])
+                deltas.append(made)
+                if over:
+                    ended.append(first + i)
             start = stop
         return deltas, ended
 
     def _keep(
-        self, row: _Row, draft: DraftTokens, drawn: SampledTokens, at: int, routed: Sequence[bytes]
-    ) -> tuple[list[Delta], bool]:
-        """What was drawn for a row, from `at` on, up to and with the first token that is not its draft's; whether the row ended."""
+        self, slot: int, draft: DraftTokens, drawn: SampledTokens, at: int, routed: Sequence[bytes]
+    ) -> tuple[Delta, bool]:
+        """What was drawn for the row of a slot, from `at` on, up to and with the first token that is not its draft's; whether it ended."""
+        row = self._rows[slot]
         handle = row.request.handle
-        kept = 0
-        finish = error = None
+        if drawn.bad[at]:
+            reason = f"the logits at completion position {row.position} are not finite"
+            self._cache.wipe(slot)
+            return Delta(handle, (), (), (), error=reason), True
+        kept, finish = 0, None
         for place in range(len(draft.tokens) + 1):
-            if drawn.bad[at + place]:
-                error = f"the logits at completion position {row.position} are not finite"
-                break
-            token = drawn.tokens[at + place]
-            row.last = token
+            row.last = token = drawn.tokens[at + place]
             row.made += 1
             kept += 1
             finish = "stop" if token in row.stops else "length" if row.left <= 0 else None
             if finish or not accepts(draft, place, token):
                 break
         row.cached += kept
-        if self._speculator is not None:
-            self._speculator.extend(handle, drawn.tokens[at : at + kept])
-            if draft.tokens:
-                self._speculator.verified(draft, max(kept - 1, 0))
         stop = at + kept
-        told = drawn.logprobs[at:stop], drawn.raw_logprobs[at:stop]
-        deltas = []
-        if kept:
-            tokens = tuple(drawn.tokens[at:stop])
-            routing = b"".join(routed[:kept])
-            deltas.append(Delta(handle, tokens, tuple(told[0]), tuple(told[1]), finish, routing=routing))
-        if error is not None:
-            deltas.append(Delta(handle, (), (), (), error=error))
-        return deltas, finish is not None or error is not None
+        tokens = tuple(drawn.tokens[at:stop])
+        if self._speculator is not None:
+            self._speculator.extend(handle, tokens)
+            if draft.tokens:
+                self._speculator.verified(draft, kept - 1)
+        logprobs, raw_logprobs = tuple(drawn.logprobs[at:stop]), tuple(drawn.raw_logprobs[at:stop])
+        routing = b"".join(routed[:kept])
+        return Delta(handle, tokens, logprobs, raw_logprobs, finish, routing=routing), finish is not None
 
     def _release(self, indices: Sequence[int]) -> None:
         """Free rows and close the gaps with rows from the end."""

@@ -32,7 +32,7 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request, Speculated
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -144,6 +144,9 @@ class ReferenceEngine:
 
     def progress(self) -> int:
         return self._iterations
+
+    def speculated(self) -> Speculated:
+        return self._decoder.speculated
 
     async def close(self) -> None:
         self._forget_all()

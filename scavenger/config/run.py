@@ -275,6 +275,9 @@ class EngineSection(Section):
     eager: bool = False
     """vLLM: `true` means no compilation and no CUDA graphs. Engines start sooner and generate slower. Without
     a GPU it is always so."""
+    speculation: Literal["none", "group"] = "none"
+    """`group`: what a sample's siblings said are its drafts, which the engine verifies several tokens at a time
+    ([engines.md](engines.md#grouped-speculation)). It changes no token."""
     vllm: dict[str, JsonValue] = {}
     """vLLM: any other engine argument, by its Python name. Refused are those that the run or its job decides.
     Harvested engines take numbers, switches and plain names, and what the admin allows besides

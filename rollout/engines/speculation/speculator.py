@@ -13,18 +13,9 @@ from dataclasses import dataclass
 from rollout.engines.speculation.groups import DraftTokens, Groups
 from rollout.engines.speculation.length import Acceptance, DraftLength, PassTime, draft_length
 from scavenger.protocol.messages import SampleKey
+from scavenger.protocol.worker.events import Speculated
 
 MAX_DRAFT = 16  # tokens of one draft
-
-
-@dataclass(frozen=True, slots=True)
-class Speculated:
-    """Totals since the engine was built. `verifications`: passes of one sample in which a draft was verified; each made one token more
-    than it `accepted`, for the model's own next token comes with it."""
-
-    drafted: int = 0
-    accepted: int = 0
-    verifications: int = 0
 
 
 @dataclass(frozen=True, slots=True)
