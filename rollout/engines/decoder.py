@@ -28,7 +28,7 @@ from rollout.engines.published import STORED, parse_config
 from rollout.engines.routing import KNOWN, Recorder
 from rollout.engines.sampling import Draws, SampledTokens, draw
 from rollout.engines.slots import SlotCache
-from rollout.engines.speculation.groups import NO_DRAFT, DraftTokens
+from rollout.engines.speculation.groups import NO_DRAFT, DraftTokens, group_of
 from rollout.engines.speculation.speculator import Speculator
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
@@ -273,9 +273,7 @@ class Decoder:
             drafts = [proposed.get(row.request.handle, NO_DRAFT) for row in rows]
         width = 1 + max(len(draft.tokens) for draft in drafts)
         ids = [[row.last, *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        padded = torch.tensor(
-            [line + line[:1] * (width - len(line)) for line in ids], device=self._device
-        )
+        padded = torch.tensor([line + line[:1] * (width - len(line)) for line in ids], device=self._device)
         cached = torch.tensor([row.cached for row in rows], device=self._device)
         # Padding beyond the context goes to its last entry, which no token ever needs: the last one made is not cached.
         places = cached[:, None] + torch.arange(width, device=self._device)
@@ -323,7 +321,8 @@ class Decoder:
         if self._speculator is not None:
             for row in batch:
                 asked = row.request
-                self._speculator.enter(asked.handle, asked.key, asked.prompt, asked.accepted)
+                name = group_of(asked.key, asked.prompt)
+                self._speculator.enter(asked.handle, name, asked.key.index, asked.prompt, asked.accepted)
         return self._sample(logits, first, [NO_DRAFT] * len(batch))
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, last: int = 1) -> Tensor:

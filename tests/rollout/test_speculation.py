@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.engines.speculation import automaton as automata
+from rollout.engines.speculation import groups as groups_module
 from rollout.engines.speculation.automaton import ROOT, SuffixAutomaton
 from rollout.engines.speculation.groups import MIN_CONTEXT, NO_DRAFT, Groups
 from rollout.engines.speculation.length import Acceptance, PassTime, draft_length
@@ -26,11 +27,21 @@ def key(index: int, prompt: int = 0) -> SampleKey:
     return SampleKey("train", 1, prompt, index)
 
 
+def enter(
+    to: Groups | Speculator,
+    handle: int,
+    sample: SampleKey,
+    prompt: tuple[int, ...],
+    accepted: tuple[int, ...] = (),
+) -> None:
+    to.enter(handle, groups_module.group_of(sample, prompt), sample.index, prompt, accepted)
+
+
 def grown(prompt: list[int], turns: list[tuple[int, list[int]]]) -> tuple[Groups, dict[int, list[int]]]:
     groups = Groups()
     texts: dict[int, list[int]] = {}
     for index in range(4):
-        groups.enter(index, key(index), tuple(prompt), ())
+        enter(groups, index, key(index), tuple(prompt))
         texts[index] = []
     for index, tokens in turns:
         groups.extend(index, tokens)
@@ -85,7 +96,9 @@ def test_the_automaton_knows_every_context_and_how_often_it_ends(sequences: list
         for token in context:
             state = dict(automaton.successors(state))[token]
         ends = sum(
-            tuple(t[b - len(context) : b]) == context for t in sequences for b in range(len(context), len(t) + 1)
+            tuple(t[b - len(context) : b]) == context
+            for t in sequences
+            for b in range(len(context), len(t) + 1)
         )
         assert automaton.count(state) == ends
         assert automaton.length(state) >= len(context)
@@ -114,7 +127,7 @@ def test_a_draft_is_the_most_frequent_continuation_of_the_longest_context(
 def test_a_sibling_that_was_ahead_says_what_follows() -> None:
     groups = Groups()
     for index in range(2):
-        groups.enter(index, key(index), (7, 8), ())
+        enter(groups, index, key(index), (7, 8))
     groups.extend(0, [1, 2, 3, 4, 5])
     assert groups.draft(1, 3).tokens == (1, 2, 3), "from its first token on"
     groups.extend(1, [1, 2])
@@ -124,11 +137,11 @@ def test_a_sibling_that_was_ahead_says_what_follows() -> None:
 
 def test_another_groups_tokens_are_no_draft() -> None:
     groups = Groups()
-    groups.enter(0, key(0, prompt=0), (7, 8), ())
+    enter(groups, 0, key(0, prompt=0), (7, 8))
     groups.extend(0, [1, 2, 3, 4, 5])
-    groups.enter(1, key(1, prompt=1), (7, 8), ())
-    groups.enter(2, key(2, prompt=0), (7, 8, 9), ())
-    groups.enter(3, SampleKey("eval", 1, 0, 0), (7, 8), ())
+    enter(groups, 1, key(1, prompt=1), (7, 8))
+    enter(groups, 2, key(2, prompt=0), (7, 8, 9))
+    enter(groups, 3, SampleKey("eval", 1, 0, 0), (7, 8))
     for stranger in (1, 2, 3):
         groups.extend(stranger, [1, 2])
         assert groups.draft(stranger, 4) == NO_DRAFT
@@ -136,32 +149,32 @@ def test_another_groups_tokens_are_no_draft() -> None:
 
 def test_what_a_sample_said_on_another_engine_is_counted_once() -> None:
     groups = Groups()
-    groups.enter(0, key(0), (7, 8), ())
+    enter(groups, 0, key(0), (7, 8))
     groups.extend(0, [1, 2, 3])
     groups.leave(0)
     for back in (1, 2, 3):
-        groups.enter(back, key(0), (7, 8), (1, 2, 3))
+        enter(groups, back, key(0), (7, 8), (1, 2, 3))
         groups.leave(back)
-    groups.enter(4, key(1), (7, 8), ())
+    enter(groups, 4, key(1), (7, 8))
     groups.extend(4, [1, 2, 9])
-    groups.enter(5, key(2), (7, 8), ())
+    enter(groups, 5, key(2), (7, 8))
     groups.extend(5, [1, 2, 9])
-    groups.enter(6, key(3), (7, 8), ())
+    enter(groups, 6, key(3), (7, 8))
     groups.extend(6, [1, 2])
     assert groups.draft(6, 1).tokens == (9,), "two samples said 9, one said 3, however often that one moved"
 
 
 def test_memory_is_bounded_and_idle_groups_go_first() -> None:
     groups = Groups(max_tokens=100)
-    groups.enter(0, key(0, prompt=0), (1,) * 10, ())
+    enter(groups, 0, key(0, prompt=0), (1,) * 10)
     for prompt in range(1, 20):
-        groups.enter(prompt, key(0, prompt=prompt), (prompt,) * 10, ())
+        enter(groups, prompt, key(0, prompt=prompt), (prompt,) * 10)
         groups.extend(prompt, [5, 6, 7] * 5)
         groups.leave(prompt)
         assert groups.tokens <= 100
     groups.extend(0, [2, 3, 4] * 10)
     assert groups.draft(0, 3).tokens == (2, 3, 4), "the one that is generated was kept"
-    groups.enter(50, key(1, prompt=0), (1,) * 10, ())
+    enter(groups, 50, key(1, prompt=0), (1,) * 10)
     for _ in range(40):
         groups.extend(0, [2, 3, 4])
         groups.extend(50, [2, 3, 4])
@@ -183,7 +196,7 @@ def test_a_long_repetition_costs_as_much_a_token_as_any_text(monkeypatch: pytest
 
     monkeypatch.setattr(SuffixAutomaton, "_add", counted)
     groups = Groups()
-    groups.enter(0, key(0), (7, 8), ())
+    enter(groups, 0, key(0), (7, 8))
     groups.extend(0, [1] * 500)
     assert steps <= 16 * 502
     assert groups.draft(0, 4).tokens == (1, 1, 1, 1)
@@ -237,6 +250,13 @@ def test_the_emptier_the_batch_the_deeper_it_drafts() -> None:
     assert lengths[0] > lengths[-1]
 
 
+def test_a_row_without_a_draft_pays_for_padding_alone() -> None:
+    time = timed(0.010, 0.001)
+    chances = [[0.9] * 8] * 2
+    assert draft_length(chances, 16, time).length == 0
+    assert draft_length(chances, 16, time, padded=False).length > 0
+
+
 def test_nothing_to_draft_has_its_reason() -> None:
     assert draft_length([], 3, PassTime()).reason == "no sibling said what follows"
 
@@ -271,7 +291,7 @@ def test_tokens_behind_the_first_refused_one_say_nothing() -> None:
 def test_a_speculator_stops_drafting_what_is_never_accepted() -> None:
     speculator = Speculator()
     for index in range(2):
-        speculator.enter(index, key(index), (7, 8), ())
+        enter(speculator, index, key(index), (7, 8))
     speculator.extend(0, [1, 2, 3] * 200)
     speculator.extend(1, [1, 2, 3])
     offered = []
@@ -292,7 +312,7 @@ def test_a_speculator_stops_drafting_what_is_never_accepted() -> None:
 def test_no_draft_is_longer_than_the_sample_may_grow() -> None:
     speculator = Speculator()
     for index in range(2):
-        speculator.enter(index, key(index), (7, 8), ())
+        enter(speculator, index, key(index), (7, 8))
     speculator.extend(0, list(range(1, 12)))
     assert [len(d.tokens) for d in speculator.propose({1: 2}).drafts.values()] == [2]
     assert not speculator.propose({1: 0}).drafts

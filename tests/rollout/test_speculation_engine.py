@@ -33,7 +33,13 @@ def asked(how: Sampling, groups: int = 2, tokens: int = 48) -> list[Request]:
     """`groups` prompts, eight samples of each."""
     return [
         Request(
-            handle, (1, 2, 3 + handle // SAMPLES), (), tokens, how, 11, SampleKey("train", 3, handle // SAMPLES, handle % SAMPLES)
+            handle,
+            (1, 2, 3 + handle // SAMPLES),
+            (),
+            tokens,
+            how,
+            11,
+            SampleKey("train", 3, handle // SAMPLES, handle % SAMPLES),
         )
         for handle in range(groups * SAMPLES)
     ]
@@ -44,14 +50,19 @@ def always_deep(patch: pytest.MonkeyPatch) -> None:
     from rollout.engines.speculation import speculator
     from rollout.engines.speculation.length import DraftLength
 
-    def all_of_it(chances: Any, rows: int, _time: Any) -> DraftLength:
+    def all_of_it(chances: Any, rows: int, _time: Any, *, padded: bool) -> DraftLength:
         return DraftLength(max(map(len, chances), default=0), float(rows), "the test says so")
 
     patch.setattr(speculator, "draft_length", all_of_it)
 
 
 def play(
-    requests: list[Request], speculation: str, *, dtype: str = "float64", max_batch: int = 6, model: Any = None
+    requests: list[Request],
+    speculation: str,
+    *,
+    dtype: str = "float64",
+    max_batch: int = 6,
+    model: Any = None,
 ) -> tuple[dict[int, Delta], Speculated]:
     text = models.config_text()
     model = models.plain_model(text, seed=5) if model is None else model
@@ -119,12 +130,15 @@ def test_drafts_up_to_the_end_of_the_context_stay_within_it(monkeypatch: pytest.
     always_deep(monkeypatch)
     greedy = Sampling(max_tokens=125, temperature=0.0)
     requests = [
-        Request(i, (1, 2, 3), (), 125 if i % 2 else 60, greedy, 11, SampleKey("train", 3, 0, i)) for i in range(4)
+        Request(i, (1, 2, 3), (), 125 if i % 2 else 60, greedy, 11, SampleKey("train", 3, 0, i))
+        for i in range(4)
     ]
     plain, _ = play(requests, "none", max_batch=4)
     ends = {i: one.token_ids for i, one in plain.items()}
     late = [
-        Request(10 + i, (1, 2, 3), ends[1][: 118 + i], 125 - 118 - i, greedy, 11, SampleKey("train", 3, 0, 4 + i))
+        Request(
+            10 + i, (1, 2, 3), ends[1][: 118 + i], 125 - 118 - i, greedy, 11, SampleKey("train", 3, 0, 4 + i)
+        )
         for i in range(7)
     ]
     drafted, total = play([*requests, *late], "group", max_batch=11)
@@ -133,7 +147,9 @@ def test_drafts_up_to_the_end_of_the_context_stay_within_it(monkeypatch: pytest.
     assert all(drafted[10 + i].token_ids == ends[1][118 + i :] for i in range(7))
 
 
-def test_what_stands_behind_a_refused_draft_does_not_poison_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_behind_a_refused_draft_does_not_poison_the_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A draft may name a token that the model cannot take. It is refused, and its NaN in the cache must not stay."""
     always_deep(monkeypatch)
     model = models.plain_model(models.config_text(tie_word_embeddings=False), seed=5)
@@ -154,7 +170,9 @@ def test_what_stands_behind_a_refused_draft_does_not_poison_the_sample(monkeypat
     plain, _ = asyncio.run(main("none"))
     healthy = {h for h, one in plain.items() if one.error is None}
     assert healthy
-    monkeypatch.setattr(Groups, "draft", lambda _self, _handle, most: DraftTokens((28, 28)[:most], (0.5, 0.5)[:most], 3))
+    monkeypatch.setattr(
+        Groups, "draft", lambda _self, _handle, most: DraftTokens((28, 28)[:most], (0.5, 0.5)[:most], 3)
+    )
     drafted, total = asyncio.run(main("group"))
     assert total.drafted > 50
     assert tokens_of(drafted) == tokens_of(plain)
@@ -164,7 +182,8 @@ def test_experts_are_told_of_each_token_that_was_kept(monkeypatch: pytest.Monkey
     always_deep(monkeypatch)
     text, model = text_of("qwen3_moe"), model_of("qwen3_moe")
     requests = [
-        Request(i, (1, 2, 3), (), 20, Sampling(20, 0.0 if i < 2 else 0.3), 11, SampleKey("train", 3, 0, i)) for i in range(5)
+        Request(i, (1, 2, 3), (), 20, Sampling(20, 0.0 if i < 2 else 0.3), 11, SampleKey("train", 3, 0, i))
+        for i in range(5)
     ]
 
     async def main(speculation: str) -> tuple[dict[int, Delta], Speculated]:
@@ -184,7 +203,9 @@ def test_experts_are_told_of_each_token_that_was_kept(monkeypatch: pytest.Monkey
     }
 
 
-def test_an_engine_drafts_from_what_siblings_said_under_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_drafts_from_what_siblings_said_under_the_version_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """New weights end requests, not what was said: it is a guess under any version, and verified under the new one."""
     always_deep(monkeypatch)
     text = models.config_text()
@@ -262,6 +283,6 @@ def test_a_planted_draft_of_another_group_is_found(monkeypatch: pytest.MonkeyPat
     from tests.rollout.test_speculation import test_another_groups_tokens_are_no_draft as named
 
     named()
-    monkeypatch.setattr(groups, "group_of", lambda key, _prompt: (key.purpose, key.step, 0, (7, 8)))
+    monkeypatch.setattr(groups, "group_of", lambda key, _prompt: (key.purpose, key.step))
     with pytest.raises(AssertionError):
         named()

@@ -146,7 +146,7 @@ class SuffixAutomaton:
 
     def _set(self, state: int, token: int, target: int) -> None:
         first = self._token[state]
-        if first == _NONE or first == token:
+        if first in (_NONE, token):
             self._token[state], self._target[state] = token, target
         elif state not in self._more:
             self._more[state] = {first: self._target[state]}

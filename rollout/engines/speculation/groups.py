@@ -6,7 +6,7 @@ A group's automaton holds its prompt once; each sample goes on from there. Only 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.engines.speculation.automaton import ROOT, SuffixAutomaton
@@ -18,13 +18,10 @@ MAX_TOKENS = 1 << 19
 MIN_CONTEXT = 2
 _NEW = -1
 
-#: Purpose, step, number of the prompt, and the prompt: samples that begin alike.
-GroupKey = tuple[str, int, int, tuple[int, ...]]
 
-
-def group_of(key: SampleKey, prompt: tuple[int, ...]) -> GroupKey:
-    """The group of a sample."""
-    return key.purpose, key.step, key.prompt, prompt
+def group_of(key: SampleKey, prompt: Sequence[int]) -> Hashable:
+    """What names the group of a sample: its siblings have the same purpose, step, number of the prompt, and prompt."""
+    return key.purpose, key.step, key.prompt, tuple(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +43,17 @@ NO_DRAFT = DraftTokens()
 class Group:
     """What one group's samples said. `at`: where each sample that is generated now is in it."""
 
-    key: GroupKey
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     start: int = _NEW  # after the prompt
     tokens: int = 0
-    at: dict[int, int] = field(default_factory=dict)  # by the engine's handle of the sample
+    at: dict[Hashable, int] = field(default_factory=dict)  # by the engine's handle of the sample
     known: set[int] = field(default_factory=set)  # samples (`SampleKey.index`) whose tokens were counted once
 
-    def begin(self) -> int:
+    def begin(self, prompt: Sequence[int]) -> int:
         """Where a sample's completion begins. Takes the prompt at its first call."""
         if self.start == _NEW:
-            self.start = self.automaton.extend(ROOT, self.key[3])
-            self.tokens += len(self.key[3])
+            self.start = self.automaton.extend(ROOT, prompt)
+            self.tokens += len(prompt)
         return self.start
 
     def forget(self) -> None:
@@ -66,7 +62,7 @@ class Group:
         self.at = dict.fromkeys(self.at, ROOT)
         self.known.clear()
 
-    def draft(self, handle: int, most: int) -> DraftTokens:
+    def draft(self, handle: Hashable, most: int) -> DraftTokens:
         """At most `most` tokens that followed the longest suffix of the sample that was followed by anything, the most frequent first."""
         automaton = self.automaton
         state = automaton.longest_continued(self.at[handle])
@@ -93,8 +89,8 @@ class Groups:
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._groups: OrderedDict[GroupKey, Group] = OrderedDict()
-        self._of: dict[int, Group] = {}  # by handle
+        self._groups: OrderedDict[Hashable, Group] = OrderedDict()
+        self._of: dict[Hashable, Group] = {}  # by handle
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -105,22 +101,24 @@ class Groups:
         """Kept now, of all groups."""
         return self._tokens
 
-    def enter(self, handle: int, key: SampleKey, prompt: tuple[int, ...], accepted: Sequence[int]) -> None:
-        """A sample is generated from now on; `accepted` tokens of its completion were before."""
-        name = group_of(key, prompt)
+    def enter(
+        self, handle: Hashable, name: Hashable, index: int, prompt: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """A sample is generated from now on. `name`: of its group (`group_of`); `index`: its place there; `accepted`: tokens of its
+        completion that there were before."""
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = Group(name)
+            group = self._groups[name] = Group()
         self._groups.move_to_end(name)
         before = group.tokens
-        state = group.begin()
-        group.at[handle] = group.automaton.extend(state, accepted, count=key.index not in group.known)
-        group.known.add(key.index)
+        state = group.begin(prompt)
+        group.at[handle] = group.automaton.extend(state, accepted, count=index not in group.known)
+        group.known.add(index)
         group.tokens += len(accepted)
         self._of[handle] = group
         self._grew(group, group.tokens - before)
 
-    def extend(self, handle: int, tokens: Sequence[int]) -> None:
+    def extend(self, handle: Hashable, tokens: Sequence[int]) -> None:
         """The sample got these tokens."""
         group = self._of.get(handle)
         if group is None or not tokens:
@@ -129,13 +127,13 @@ class Groups:
         group.tokens += len(tokens)
         self._grew(group, len(tokens))
 
-    def leave(self, handle: int) -> None:
+    def leave(self, handle: Hashable) -> None:
         """The sample is no longer generated here; what it said stays for its siblings."""
         group = self._of.pop(handle, None)
         if group is not None:
             del group.at[handle]
 
-    def draft(self, handle: int, most: int) -> DraftTokens:
+    def draft(self, handle: Hashable, most: int) -> DraftTokens:
         """A guess at the sample's next `most` tokens."""
         group = self._of.get(handle)
         return group.draft(handle, most) if group is not None and most > 0 else NO_DRAFT

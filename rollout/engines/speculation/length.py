@@ -1,7 +1,7 @@
 """How much of a draft a pass verifies: as long as it makes more tokens a second, by measured acceptance and measured passes. Pure.
 
-A pass over n positions takes T(n) seconds. With d drafted positions in each of b rows it makes b + S(d) tokens, where S(d) adds up, over all
-rows, the chance that each drafted token is reached and accepted. Chosen is the d with the most tokens a second:
+A pass over n positions takes T(n) seconds. With d drafted positions in each of b rows it makes b + S(d) tokens, where S(d) adds up, over
+all rows, the chance that each drafted token is reached and accepted. Chosen is the d with the most tokens a second:
 
     max over d of  (b + S(d)) / T(b (1 + d))
 
@@ -104,23 +104,27 @@ class DraftLength:
     reason: str
 
 
-def draft_length(chances: Sequence[Sequence[float]], rows: int, time: PassTime) -> DraftLength:
+def draft_length(
+    chances: Sequence[Sequence[float]], rows: int, time: PassTime, *, padded: bool = True
+) -> DraftLength:
     """Of one pass over `rows` samples. `chances`: of each drafted sample, that token i is accepted if all before it were.
 
-    Rows are padded to the longest draft, so every row pays for it. Deterministic: of equal lengths the shortest wins.
+    `padded`: every row is computed as wide as the longest draft, as T(b (1 + d)) says; else a draft's own positions are. Of equal rates
+    the shortest draft wins.
     """
     longest = max((len(row) for row in chances), default=0)
     if not longest:
         return DraftLength(0, float(rows), "no sibling said what follows")
     plain = best = rows / time.of(rows)
     length, expected = 0, float(rows)
-    gained = 0.0
+    gained, drafts = 0.0, 0
     reached = [1.0] * len(chances)
     for drafted in range(1, longest + 1):
         for at, row in enumerate(chances):
             reached[at] *= row[drafted - 1] if len(row) >= drafted else 0.0
         gained += math.fsum(reached)
-        rate = (rows + gained) / time.of(rows * (1 + drafted))
+        drafts += sum(len(row) >= drafted for row in chances)
+        rate = (rows + gained) / time.of(rows * (1 + drafted) if padded else rows + drafts)
         if rate > best and rate > plain * MARGIN:
             best, length, expected = rate, drafted, rows + gained
     if not length:

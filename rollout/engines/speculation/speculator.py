@@ -1,18 +1,17 @@
 """What an engine asks for drafts: it tells which samples run, what they said and how passes went, and gets drafts. Pure: time is told.
 
-    enter, extend, leave      the samples of the running batch and their tokens
-    propose                   before a pass: a draft of each sample, cut to the length that pays, and why
-    verified, passed          after it: what was accepted, how long it took
+enter, extend, leave      the samples of the running batch and their tokens
+propose                   before a pass: a draft of each sample, cut to the length that pays, and why
+verified, passed          after it: what was accepted, how long it took
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.engines.speculation.groups import DraftTokens, Groups
 from rollout.engines.speculation.length import Acceptance, DraftLength, PassTime, draft_length
-from scavenger.protocol.messages import SampleKey
 from scavenger.protocol.worker.events import Speculated
 
 MAX_DRAFT = 16  # tokens of one draft
@@ -22,44 +21,56 @@ MAX_DRAFT = 16  # tokens of one draft
 class Proposal:
     """By handle, the draft of each sample that has one; the decision that cut them."""
 
-    drafts: Mapping[int, DraftTokens]
+    drafts: Mapping[Hashable, DraftTokens]
     decision: DraftLength
 
 
 class Speculator:
-    """Of one engine."""
+    """Of one engine. `floor_s`: as in `PassTime`; `padded`: as in `draft_length`."""
 
-    def __init__(self, groups: Groups | None = None, floor_s: float = 0.0, max_draft: int = MAX_DRAFT) -> None:
+    def __init__(
+        self,
+        groups: Groups | None = None,
+        floor_s: float = 0.0,
+        max_draft: int = MAX_DRAFT,
+        *,
+        padded: bool = True,
+    ) -> None:
         self.groups = groups if groups is not None else Groups()
         self.total = Speculated()
         self._max_draft = max_draft
+        self._padded = padded
         self._acceptance = Acceptance()
         self._time = PassTime(floor_s)
 
-    def enter(self, handle: int, key: SampleKey, prompt: tuple[int, ...], accepted: Sequence[int]) -> None:
+    def enter(
+        self, handle: Hashable, name: Hashable, index: int, prompt: Sequence[int], accepted: Sequence[int]
+    ) -> None:
         """As in `Groups`."""
-        self.groups.enter(handle, key, prompt, accepted)
+        self.groups.enter(handle, name, index, prompt, accepted)
 
-    def extend(self, handle: int, tokens: Sequence[int]) -> None:
+    def extend(self, handle: Hashable, tokens: Sequence[int]) -> None:
         """As in `Groups`."""
         self.groups.extend(handle, tokens)
 
-    def leave(self, handle: int) -> None:
+    def leave(self, handle: Hashable) -> None:
         """As in `Groups`."""
         self.groups.leave(handle)
 
-    def propose(self, room: Mapping[int, int]) -> Proposal:
+    def propose(self, room: Mapping[Hashable, int]) -> Proposal:
         """For a pass over these samples. `room`: by handle, how many drafted tokens may be verified, by the sample's own limits."""
-        found: dict[int, DraftTokens] = {}
+        found: dict[Hashable, DraftTokens] = {}
         for handle, most in room.items():
             draft = self.groups.draft(handle, min(most, self._max_draft))
             if draft.tokens:
                 found[handle] = draft
         chance = self._acceptance.chance
         chances = [[chance(one) for one in draft.frequency] for draft in found.values()]
-        decision = draft_length(chances, len(room), self._time)
+        decision = draft_length(chances, len(room), self._time, padded=self._padded)
         return Proposal(
-            {handle: _cut(draft, decision.length) for handle, draft in found.items()} if decision.length else {},
+            {handle: _cut(draft, decision.length) for handle, draft in found.items()}
+            if decision.length
+            else {},
             decision,
         )
 

@@ -44,6 +44,8 @@ RUN_NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+#: Of what only grows for as long as a process lives.
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 #: What a worker does with its GPU's memory.
 Memory = Literal["awake", "falling-asleep", "asleep", "waking"]
 #: Where an engine's drafts come from.

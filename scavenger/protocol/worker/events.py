@@ -83,6 +83,10 @@ class Speculated:
     verifications: int = 0
 
 
+#: Of an engine that does not, or has not yet.
+NOT_SPECULATED = Speculated()
+
+
 # ---------------------------------------------------------------- the session
 
 
