@@ -6,6 +6,8 @@ its own. Pure; knows tokens alone.
 A state stands for all contexts that end at the same places; `length` is the longest's. What a sequence has said so far begins where the
 sequence began, so it is the longest of its state whatever the others say, and the chain of suffix links from there names its suffixes,
 longest first. So the longest suffix that has a continuation is found without a search.
+
+Boundary: a data structure of sequences; it knows no samples.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ all rows, the chance that each drafted token is reached and accepted. Chosen is 
     max over d of  (b + S(d)) / T(b (1 + d))
 
 d = 0 wins where drafts are poor, or where a full batch leaves no free compute. A nearly empty engine drafts deep.
+
+Boundary: the decision how long drafts are; it knows no tokens.
 """
 
 from __future__ import annotations
