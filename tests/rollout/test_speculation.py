@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -307,6 +308,48 @@ def test_a_speculator_stops_drafting_what_is_never_accepted() -> None:
     assert total.accepted == 0
     assert total.drafted == sum(offered)
     assert total.verifications == sum(map(bool, offered))
+
+
+def test_where_drafts_do_not_pay_they_are_made_ever_less_often_until_the_batch_empties(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft costs time of its own, which no pass shows."""
+    speculator = Speculator()
+    for index in range(64):
+        enter(speculator, index, key(index), (7, 8))
+        speculator.extend(index, [1, 2, 3] if index else [1, 2, 3] * 40)
+    for rows in (1, 16, 64) * 20:
+        speculator.passed(rows, 0.001 * rows)
+    asked: list[int] = []
+    plain = Groups.draft
+    monkeypatch.setattr(Groups, "draft", lambda *args: asked.append(passes) or plain(*args))  # type: ignore[func-returns-value]
+    for passes in range(200):  # noqa: B007  the patched draft reads it
+        proposal = speculator.propose(dict.fromkeys(range(64), 16))
+        assert not proposal.drafts
+        assert "more" in proposal.decision.reason or "cost" in proposal.decision.reason
+    tried = sorted(set(asked))
+    assert tried[:5] == [0, 2, 5, 10, 19]
+    assert len(tried) < 13
+    passes = 200
+    speculator.propose(dict.fromkeys(range(30), 16))
+    assert asked[-1] == 200, "fewer than half are left: drafts may pay now"
+
+
+def test_drafts_grow_as_they_pay() -> None:
+    """One that is never verified in its length is not made in it."""
+    speculator = Speculator()
+    for index in range(2):
+        enter(speculator, index, key(index), (7, 8))
+    speculator.extend(0, list(range(10, 60)))
+    lengths = []
+    for _ in range(3):
+        (draft,) = speculator.propose({1: 48}).drafts.values()
+        lengths.append(len(draft.tokens))
+        speculator.verified(draft, len(draft.tokens))
+        speculator.extend(1, [10 + i + sum(lengths[:-1]) for i in range(len(draft.tokens))])
+    assert lengths[0] == 4
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert all(after <= 2 * before for before, after in itertools.pairwise(lengths))
 
 
 def test_no_draft_is_longer_than_the_sample_may_grow() -> None:

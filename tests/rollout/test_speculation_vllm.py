@@ -26,7 +26,7 @@ from rollout.engines.vllm.proposer import PATH, GroupProposer, expand, named, re
 from rollout.engines.vllm.worker import _with_raw_logprobs_of_drafts  # noqa: E402
 from tests.rollout.test_engine_contract import finish  # noqa: E402
 
-VOCAB, LENGTH, COUNT, PROMPT = 5, 4, 4000, (2, 3)
+VOCAB, LENGTH, COUNT, PROMPT = 5, 4, 2000, (2, 3)
 
 
 def key(index: int, prompt: int = 0) -> SampleKey:
@@ -152,7 +152,7 @@ def test_vllm_is_asked_for_it_only_where_it_was_seen_to_work(tmp_path: Any) -> N
 
 @kinds.VLLM_ONLY
 def test_vllm_keeps_distributions_greedy_tokens_and_logprobs_with_siblings_drafts(kind: Any) -> None:
-    """4,000 samples of one group, in waves: later ones are drafted from all that earlier ones said. Chi-squared over whole completions."""
+    """2,000 samples of one group, in waves: later ones are drafted from all that earlier ones said. Chi-squared over whole completions."""
     stats = pytest.importorskip("scipy.stats")
     text = kind.text(vocab_size=VOCAB, num_hidden_layers=1)
     model = models.plain_model(text, seed=8, scale=2.0)
@@ -168,13 +168,13 @@ def test_vllm_keeps_distributions_greedy_tokens_and_logprobs_with_siblings_draft
         greedy = await finish(engine, *(ask(i, Sampling(24, 0.0), 24) for i in range(6)))
         truncated = await finish(engine, *(ask(10 + i, cut, 24) for i in range(8)))
         plain = await finish(engine, *(ask(100 + i, Sampling(LENGTH), LENGTH) for i in range(COUNT)))
-        (told,) = await engine.bare._llm.collective_rpc("scavenger_speculated", 60.0)
+        told = engine.speculated()  # as it was when one of the last samples ended
         await engine.close()
-        return greedy, truncated, plain, Speculated(*told)
+        return greedy, truncated, plain, told
 
     greedy, truncated, plain, total = kind.run(main())
-    assert total.accepted > 500
-    assert total.drafted - total.accepted > 500
+    assert total.accepted > 200
+    assert total.drafted - total.accepted > 200
     for one in greedy.values():
         logits = model(torch.tensor([PROMPT + one.token_ids])).logits[0, len(PROMPT) - 1 : -1]
         assert tuple(logits.argmax(-1).tolist()) == one.token_ids

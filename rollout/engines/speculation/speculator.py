@@ -15,6 +15,9 @@ from rollout.engines.speculation.length import Acceptance, DraftLength, PassTime
 from scavenger.protocol.worker.events import Speculated
 
 MAX_DRAFT = 16  # tokens of one draft
+FIRST_DRAFT = 4  # tokens of a draft that is made before any paid; longer ones are made as shorter ones pay
+#: Where drafts did not pay, none is made for 1, 2, 4, ... passes, so many at most, or until half of the rows are gone.
+MAX_PAUSE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class Speculator:
         self._padded = padded
         self._acceptance = Acceptance()
         self._time = PassTime(floor_s)
+        self._depth = FIRST_DRAFT
+        self._pause = self._pausing = 0  # passes: how long the last pause was to be, what is left of it
+        self._pause_rows = 0  # samples of the pass for which it began
 
     def enter(
         self, handle: Hashable, name: Hashable, index: int, prompt: Sequence[int], accepted: Sequence[int]
@@ -59,20 +65,28 @@ class Speculator:
 
     def propose(self, room: Mapping[Hashable, int]) -> Proposal:
         """For a pass over these samples. `room`: by handle, how many drafted tokens may be verified, by the sample's own limits."""
+        if self._pausing and 2 * len(room) > self._pause_rows:
+            self._pausing -= 1
+            return Proposal(
+                {}, DraftLength(0, float(len(room)), f"drafts did not pay: {self._pausing} passes more")
+            )
         found: dict[Hashable, DraftTokens] = {}
         for handle, most in room.items():
-            draft = self.groups.draft(handle, min(most, self._max_draft))
+            draft = self.groups.draft(handle, min(most, self._depth, self._max_draft))
             if draft.tokens:
                 found[handle] = draft
         chance = self._acceptance.chance
         chances = [[chance(one) for one in draft.frequency] for draft in found.values()]
         decision = draft_length(chances, len(room), self._time, padded=self._padded)
-        return Proposal(
-            {handle: _cut(draft, decision.length) for handle, draft in found.items()}
-            if decision.length
-            else {},
-            decision,
-        )
+        if not found:
+            return Proposal({}, decision)
+        if not decision.length:
+            self._pause = min(MAX_PAUSE, 2 * self._pause or 1)
+            self._pausing, self._pause_rows, self._depth = self._pause, len(room), FIRST_DRAFT
+            return Proposal({}, decision)
+        self._pause = self._pausing = 0
+        self._depth = max(FIRST_DRAFT, 2 * decision.length)
+        return Proposal({handle: _cut(draft, decision.length) for handle, draft in found.items()}, decision)
 
     def verified(self, draft: DraftTokens, accepted: int) -> None:
         """Of a draft that a pass verified, the first `accepted` tokens were right."""
