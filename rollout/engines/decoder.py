@@ -10,7 +10,7 @@ keeps what was drawn up to and with the first that differs from the draft: exact
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -268,7 +268,9 @@ class Decoder:
         began = self._clock()
         if speculator is not None:
             # The last token allowed needs no draft behind it; a context of nothing but drafts' positions is thus never exceeded.
-            room = {row.request.handle: 0 if row.undrafted else row.left - 1 for row in rows}
+            room: dict[Hashable, int] = {
+                row.request.handle: 0 if row.undrafted else row.left - 1 for row in rows
+            }
             proposed = speculator.propose(room).drafts
             drafts = [proposed.get(row.request.handle, NO_DRAFT) for row in rows]
         width = 1 + max(len(draft.tokens) for draft in drafts)

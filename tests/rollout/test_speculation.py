@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.engines.speculation import automaton as automata
 from rollout.engines.speculation import groups as groups_module
 from rollout.engines.speculation.automaton import ROOT, SuffixAutomaton
-from rollout.engines.speculation.groups import MIN_CONTEXT, NO_DRAFT, Groups
+from rollout.engines.speculation.groups import MIN_CONTEXT, NO_DRAFT, DraftTokens, Groups
 from rollout.engines.speculation.length import Acceptance, PassTime, draft_length
 from rollout.engines.speculation.speculator import Speculator
 from scavenger.protocol.messages import SampleKey
@@ -322,15 +322,21 @@ def test_where_drafts_do_not_pay_they_are_made_ever_less_often_until_the_batch_e
         speculator.passed(rows, 0.001 * rows)
     asked: list[int] = []
     plain = Groups.draft
-    monkeypatch.setattr(Groups, "draft", lambda *args: asked.append(passes) or plain(*args))  # type: ignore[func-returns-value]
-    for passes in range(200):  # noqa: B007  the patched draft reads it
+    passes = 0
+
+    def noted(self: Groups, handle: int, most: int) -> DraftTokens:
+        asked.append(passes)
+        return plain(self, handle, most)
+
+    monkeypatch.setattr(Groups, "draft", noted)
+    while passes < 200:
         proposal = speculator.propose(dict.fromkeys(range(64), 16))
         assert not proposal.drafts
         assert "more" in proposal.decision.reason or "cost" in proposal.decision.reason
+        passes += 1
     tried = sorted(set(asked))
     assert tried[:5] == [0, 2, 5, 10, 19]
     assert len(tried) < 13
-    passes = 200
     speculator.propose(dict.fromkeys(range(30), 16))
     assert asked[-1] == 200, "fewer than half are left: drafts may pay now"
 

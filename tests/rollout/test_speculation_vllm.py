@@ -38,8 +38,8 @@ def test_a_request_s_name_says_its_group_its_place_and_its_prompt() -> None:
     assert named(f"{name}-a1b2c3d4") == named(name)
     found = named(name)
     assert found is not None
-    assert (found.index, found.prompt) == (3, 3)
-    assert named(request_name(18, key(4), (1, 2, 3))) == found._replace(index=4), "siblings"
+    assert (found.place, found.prompt) == (3, 3)
+    assert named(request_name(18, key(4), (1, 2, 3))) == found._replace(place=4), "siblings"
     for other in (request_name(17, key(3, prompt=1), (1, 2, 3)), request_name(17, key(3), (1, 2, 4))):
         stranger = named(other)
         assert stranger is not None

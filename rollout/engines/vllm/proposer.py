@@ -28,7 +28,7 @@ class Named(NamedTuple):
     """What a request's name says: its group, its place there, and how many tokens its group's prompt has."""
 
     group: str
-    index: int
+    place: int
     prompt: int
 
 
@@ -114,7 +114,7 @@ class GroupProposer:
             if name is None:
                 return False
             prompt = [int(token) for token in row[: name.prompt]]
-            self._speculator.enter(request, name.group, name.index, prompt, ())
+            self._speculator.enter(request, name.group, name.place, prompt, ())
             known = name.prompt
         self._speculator.extend(request, [int(token) for token in row[known:length]])
         self._lengths[request] = length
