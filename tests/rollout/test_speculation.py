@@ -252,7 +252,7 @@ def test_the_emptier_the_batch_the_deeper_it_drafts() -> None:
 
 
 def test_a_row_without_a_draft_pays_for_padding_alone() -> None:
-    time = timed(0.010, 0.001)
+    time = timed(0.020, 0.001)
     chances = [[0.9] * 8] * 2
     assert draft_length(chances, 16, time).length == 0
     assert draft_length(chances, 16, time, padded=False).length > 0
