@@ -15,7 +15,8 @@ the mean. Seer's 1.70 to 2.53 stand beside as *published* (arXiv 2511.14617): it
 for ours.
 
 *Throughput* is the reference engine's, of whole groups that start together, siblings known only as far as they are: `none` and `group` in
-turns within one run, tokens a second, median and range of the rounds, and of each round's ratio. The last column is what the engine's own
+turns within one run, tokens a second of CPU (one thread: other processes may share the machine), median and range of the rounds, and of
+each round's ratio. The last column is what the engine's own
 length policy chose to verify. Writes <out>/speculation.json.
 """
 
@@ -240,7 +241,7 @@ def acceptance(
 async def throughput(
     task: Task, text: str, model: Any, batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Tokens a second of `none` and `group`, in turns, and whether both made the same tokens."""
+    """Tokens a second of CPU of `none` and `group`, in turns, and whether both made the same tokens."""
     engines = {mode: await engine_of(text, model, batch, mode) for mode in ("none", "group")}
     rates: dict[str, list[float]] = {mode: [] for mode in engines}
     differing = 0
@@ -250,9 +251,9 @@ async def throughput(
         for mode in (("none", "group"), ("group", "none"))[round_ % 2]:
             # New prompts each round: what was said in the last one is another group's.
             asked = requests_of(task, groups, 8, first=1000 + round_ * groups)
-            began = time.perf_counter()
+            began = time.process_time()
             tokens[mode] = await completed(engines[mode], asked)
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
             if round_:  # the first warms up
                 rates[mode].append(sum(map(len, tokens[mode].values())) / seconds)
         differing += sum(tokens["none"][h] != tokens["group"][h] for h in tokens["none"])
@@ -295,7 +296,7 @@ async def play(name: str, options: argparse.Namespace) -> dict[str, Any]:
         print(f"  {n:2} siblings: {mean:.2f}")
     rates = []
     print(
-        "tokens a second, reference engine      none              group             group / none       tokens a verification"
+        "tokens a second of CPU                none              group             group / none       tokens a verification"
     )
     for batch in (1, 8, 64):
         one = await throughput(task, text, model, batch, options)

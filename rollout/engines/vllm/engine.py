@@ -407,6 +407,7 @@ class VllmEngine:
         """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them."""
         run = self._host.run
         return f"{run}/{self._version}" if request.salt < 0 else f"{run}/begun/{request.salt}"
+
     async def _note_speculated(self) -> None:
         """Ask vLLM's process what speculation did, once in a while."""
         now = asyncio.get_running_loop().time()
