@@ -285,6 +285,7 @@ class RolloutWorker:
             event = await self._next_event(session.next_deadline() - self._clock())
             if self._engine is not None:
                 session.progress = self._engine.progress()
+                session.speculated = self._engine.speculated()
             for action in session.handle(event, self._clock()):
                 if isinstance(action, EndWorker):
                     return action

@@ -70,6 +70,7 @@ ORDER = (
 )
 
 PURE = (
+    "rollout/engines/speculation/*.py",
     "scavenger/backoff.py",
     "scavenger/parsing.py",
     "scavenger/protocol/messages/*.py",

@@ -365,3 +365,20 @@ def test_half_a_set_up_of_engines_as_another_user_is_refused(
     assert said in refused(read_daemon, path)
     path.write_text(f'[daemon]\nstate_dir = "/s"\npublic_dir = "/p"\n[cluster]\n{ENGINES}')
     assert str(read_daemon(path).engines_home) == "/e"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("[reserved]\ngpus_per_engine = 2\n", "is for engines of one GPU"),
+        ('[engine.vllm]\nspeculative_config = {method = "ngram"}\n', "are both set"),
+    ],
+)
+def test_what_vllm_does_not_do_together_with_siblings_drafts_is_refused(
+    tmp_path: Path, more: str, said: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'{RUN}[engine]\nname = "vllm"\nspeculation = "group"\n{more}')
+    assert said in refused(read_run, path)
+    path.write_text(f'{RUN}[engine]\nname = "reference"\nspeculation = "group"\n[reserved]\n')
+    assert read_run(path).engine.speculation == "group"

@@ -112,6 +112,7 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         routing_nbytes(config) if config.algorithm.router_replay else 0,
         config.lora.rank if unmerged else 0,
         config.algorithm.kv == "keep",
+        config.engine.speculation,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request, Speculated
 from scavenger.sizing.training import USABLE
 
 #: Of a GPU, what an engine that sleeps may hold: half of what training does not use. CUDA contexts and NCCL want the other half.
@@ -138,6 +138,10 @@ class Engine(Protocol):
 
     def progress(self) -> int:
         """Decode iterations so far: grows while the engine is alive and has work."""
+        ...
+
+    def speculated(self) -> Speculated:
+        """What it drafted from siblings, and how much of that was accepted; zeros where it does not speculate."""
         ...
 
     async def close(self) -> None:

@@ -1,14 +1,17 @@
-"""Continuous batching over one transformers model: admit, prefill, decode one token a request, release.
+"""Continuous batching over one transformers model: admit, prefill, decode, release.
 
 Owns the model, its weights and the running batch. Blocking and single-threaded: `reference` calls it from one executor thread.
-Knows no clock and no event loop.
+Knows no event loop; its clock is given, and decides nothing but how much is drafted.
+
+A decode pass makes one token a request. With speculation it also computes the positions behind drafted tokens, draws at each of them, and
+keeps what was drawn up to and with the first that differs from the draft: exactly the tokens that as many passes would have drawn.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,11 +26,13 @@ from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.routing import KNOWN, Recorder
-from rollout.engines.sampling import Draws, draw
+from rollout.engines.sampling import Draws, SampledTokens, draw
 from rollout.engines.slots import SlotCache
+from rollout.engines.speculation.groups import NO_DRAFT, DraftTokens, group_of
+from rollout.engines.speculation.speculator import Speculator
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request, Speculated
 from scavenger.sizing.shape import of_config
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -47,11 +52,21 @@ class _Row:
     cached: int = 0
     last: int = -1
     made: int = 0
-    tokens: list[int] = field(default_factory=list)
+    undrafted: bool = False  # its next pass verifies no draft
 
     @property
     def position(self) -> int:
         return len(self.request.accepted) + self.made
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be made."""
+        return self.request.max_new_tokens - self.made
+
+
+def accepts(draft: DraftTokens, place: int, token: int) -> bool:
+    """Whether the token that was drawn at a place of a draft is the drafted one, so that what was drawn behind it counts too."""
+    return place < len(draft.tokens) and draft.tokens[place] == token
 
 
 def read_config(text: str) -> Any:
@@ -84,7 +99,13 @@ class Decoder:
     """The running batch. All methods are called from one thread."""
 
     def __init__(
-        self, spec: EngineSpec, device: str = "cpu", *, sleeps: bool = False, gpu: Account | None = None
+        self,
+        spec: EngineSpec,
+        device: str = "cpu",
+        *,
+        sleeps: bool = False,
+        gpu: Account | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         if spec.dtype not in DTYPES:
             raise EngineError(
@@ -101,6 +122,12 @@ class Decoder:
         self._cache = self._new_cache()
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
+        self._clock = clock
+        self._speculator = (
+            Speculator(floor_s=1 / spec.pace if spec.pace > 0 else 0.0)
+            if spec.speculation == "group"
+            else None
+        )
         self._sleeps = sleeps
         self._held: dict[str, Sum] = {}  # what an engine that sleeps held when it was loaded
         self.loaded = False
@@ -183,8 +210,16 @@ class Decoder:
     def _sums(self) -> dict[str, Sum]:
         return {name: checksum(tensor) for name, tensor in self._model.state_dict().items()}
 
+    @property
+    def speculated(self) -> Speculated:
+        """What speculation did so far."""
+        return self._speculator.total if self._speculator is not None else Speculated()
+
     def clear(self) -> None:
-        """Forget all requests and cache entries; gives the cache's memory back."""
+        """Forget all requests and cache entries; gives the cache's memory back. What samples said stays for their siblings."""
+        if self._speculator is not None:
+            for row in self._rows:
+                self._speculator.leave(row.request.handle)
         self._rows, self._waiting = [], []
         self._cache = self._new_cache()
 
@@ -228,17 +263,31 @@ class Decoder:
         return [*deltas, *fresh]
 
     def _decode(self) -> tuple[list[Delta], list[int]]:
-        rows = self._rows
-        positions = torch.tensor([row.cached for row in rows], device=self._device)
-        span = max(row.cached for row in rows) + 1
-        self._cache.decode(positions, span)
-        mask = (torch.arange(span, device=self._device)[None, :] <= positions[:, None])[:, None, None, :]
-        logits = self._forward(
-            torch.tensor([[row.last] for row in rows], device=self._device), positions[:, None], mask
-        )
-        for row in rows:
-            row.cached += 1
-        return self._sample(logits, 0)
+        rows, speculator = self._rows, self._speculator
+        drafts = [NO_DRAFT] * len(rows)
+        began = self._clock()
+        if speculator is not None:
+            # The last token allowed needs no draft behind it; a context of nothing but drafts' positions is thus never exceeded.
+            room: dict[Hashable, int] = {
+                row.request.handle: 0 if row.undrafted else row.left - 1 for row in rows
+            }
+            proposed = speculator.propose(room).drafts
+            drafts = [proposed.get(row.request.handle, NO_DRAFT) for row in rows]
+        width = 1 + max(len(draft.tokens) for draft in drafts)
+        ids = [[row.last, *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
+        padded = torch.tensor([line + line[:1] * (width - len(line)) for line in ids], device=self._device)
+        cached = torch.tensor([row.cached for row in rows], device=self._device)
+        # Padding beyond the context goes to its last entry, which no token ever needs: the last one made is not cached.
+        places = cached[:, None] + torch.arange(width, device=self._device)
+        places = places.clamp(max=self._context_length - 1)
+        span = min(max(row.cached for row in rows) + width, self._context_length)
+        self._cache.decode(places, span)
+        mask = (torch.arange(span, device=self._device)[None, None, :] <= places[:, :, None])[:, None]
+        logits = self._forward(padded, places, mask, width)
+        found = self._sample(logits, 0, drafts)
+        if speculator is not None:
+            speculator.passed(len(rows) * width, self._clock() - began)
+        return found
 
     def _prefill(self, first: int) -> tuple[list[Delta], list[int]]:
         """Start as many waiting requests as there is room for; `first` is the first free slot."""
@@ -269,58 +318,103 @@ class Decoder:
         self._cache.prefill(first, [len(text) for text in texts])
         logits = self._forward(ids, (steps[None, :] - pads[:, None]).clamp(min=0), mask)
         for row, text in zip(batch, texts, strict=True):
-            row.cached = len(text)
+            row.cached = len(text) - 1  # the token that is drawn counts the other one
         self._rows += batch
-        return self._sample(logits, first)
+        if self._speculator is not None:
+            for row in batch:
+                asked = row.request
+                name = group_of(asked.key, asked.prompt)
+                self._speculator.enter(asked.handle, name, asked.key.index, asked.prompt, asked.accepted)
+        return self._sample(logits, first, [NO_DRAFT] * len(batch))
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Logits `[n, vocab]` of the last position."""
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, last: int = 1) -> Tensor:
+        """Logits `[n, last, vocab]` of so many last positions."""
         output = self._model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last,
         )
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[:, -last:]
         return logits
 
-    def _routed(self, lines: int) -> list[bytes]:
-        """What the pass that was just made says of the experts of each line's token."""
-        return self._recorder.last(lines) if self._recorder is not None else [b""] * lines
+    def _routed(self, lines: int, last: int) -> list[list[bytes]]:
+        """What the pass that was just made says of the experts of each line's last tokens."""
+        return self._recorder.last(lines, last) if self._recorder is not None else [[b""] * last] * lines
 
-    def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
-        """Draw for the rows from `first` on; returns their deltas and the rows that ended."""
+    def _sample(
+        self, logits: Tensor, first: int, drafts: Sequence[DraftTokens]
+    ) -> tuple[list[Delta], list[int]]:
+        """Draw for the rows from `first` on, at each position of their drafts and the one behind; returns their deltas and the rows that
+        ended. `logits` `[n, longest draft + 1, vocab]`."""
         rows = self._rows[first:]
-        positions = [row.position for row in rows]
-        uniforms = [row.draws.uniform(position) for row, position in zip(rows, positions, strict=True)]
-        routed = self._routed(len(rows))
-        drawn = draw(logits, [row.request.sampling for row in rows], uniforms, positions)
+        routed = self._routed(len(rows), logits.shape[1])
+        counts = [1 + len(draft.tokens) for draft in drafts]
+        positions = [row.position + i for row, n in zip(rows, counts, strict=True) for i in range(n)]
+        uniforms = [
+            row.draws.uniform(row.position + i) for row, n in zip(rows, counts, strict=True) for i in range(n)
+        ]
+        sampling = [row.request.sampling for row, n in zip(rows, counts, strict=True) for _ in range(n)]
+        if min(counts) == logits.shape[1]:
+            lines = logits.flatten(0, 1)
+        else:
+            lines = torch.cat([line[:n] for line, n in zip(logits, counts, strict=True)])
+        drawn = draw(lines, sampling, uniforms, positions)
         deltas, ended = [], []
-        for i, row in enumerate(rows):
-            handle, token = row.request.handle, drawn.tokens[i]
-            if drawn.bad[i]:
-                reason = f"the logits at completion position {row.position} are not finite"
-                deltas.append(Delta(handle, (), (), (), error=reason))
-                self._cache.wipe(first + i)
-                ended.append(first + i)
-                continue
-            row.last = token
-            row.made += 1
-            finish = (
-                "stop" if token in row.stops else "length" if row.made >= row.request.max_new_tokens else None
-            )
-            told = (drawn.logprobs[i],), (drawn.raw_logprobs[i],)
-            deltas.append(Delta(handle, (token,), *told, finish, routing=routed[i]))
-            if finish:
-                ended.append(first + i)
+        start = 0
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            stop = start + counts[i]
+            row.undrafted = bool(draft.tokens) and any(drawn.bad[start:stop])
+            if row.undrafted:
+                # The draft may be to blame: a masked NaN poisons the positions before it too. So the row made nothing in this pass.
+                self._cache.wipe(first + i, row.cached)
+                if self._speculator is not None:
+                    self._speculator.verified(draft, 0)
+            else:
+                made, over = self._keep(first + i, draft, drawn, start, routed[i])
+                deltas.append(made)
+                if over:
+                    ended.append(first + i)
+            start = stop
         return deltas, ended
+
+    def _keep(
+        self, slot: int, draft: DraftTokens, drawn: SampledTokens, at: int, routed: Sequence[bytes]
+    ) -> tuple[Delta, bool]:
+        """What was drawn for the row of a slot, from `at` on, up to and with the first token that is not its draft's; whether it ended."""
+        row = self._rows[slot]
+        handle = row.request.handle
+        if drawn.bad[at]:
+            reason = f"the logits at completion position {row.position} are not finite"
+            self._cache.wipe(slot)
+            return Delta(handle, (), (), (), error=reason), True
+        kept, finish = 0, None
+        for place in range(len(draft.tokens) + 1):
+            row.last = token = drawn.tokens[at + place]
+            row.made += 1
+            kept += 1
+            finish = "stop" if token in row.stops else "length" if row.left <= 0 else None
+            if finish or not accepts(draft, place, token):
+                break
+        row.cached += kept
+        stop = at + kept
+        tokens = tuple(drawn.tokens[at:stop])
+        if self._speculator is not None:
+            self._speculator.extend(handle, tokens)
+            if draft.tokens:
+                self._speculator.verified(draft, kept - 1)
+        logprobs, raw_logprobs = tuple(drawn.logprobs[at:stop]), tuple(drawn.raw_logprobs[at:stop])
+        routing = b"".join(routed[:kept])
+        return Delta(handle, tokens, logprobs, raw_logprobs, finish, routing=routing), finish is not None
 
     def _release(self, indices: Sequence[int]) -> None:
         """Free rows and close the gaps with rows from the end."""
         for index in sorted(indices, reverse=True):
             last = len(self._rows) - 1
+            if self._speculator is not None:
+                self._speculator.leave(self._rows[index].request.handle)
             if index < last:
                 self._cache.move(last, index, self._rows[last].cached)
                 self._rows[index] = self._rows[last]

@@ -32,7 +32,7 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request, Speculated
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,10 +43,12 @@ async def build(spec: EngineSpec, host: EngineHost) -> ReferenceEngine:
     """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # What a pass costs on a CPU that other processes share is the time it computed, not the time it waited for its turn.
+    clock = time.perf_counter if device == "cuda" else time.thread_time
     gpu = account.of_engine(os.environ)[0] if host.sleeps else None  # it shares it with a trainer
     try:
         decoder = await asyncio.get_running_loop().run_in_executor(
-            executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu)
+            executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu, clock=clock)
         )
     except BaseException:
         executor.shutdown(wait=False)
@@ -144,6 +146,9 @@ class ReferenceEngine:
 
     def progress(self) -> int:
         return self._iterations
+
+    def speculated(self) -> Speculated:
+        return self._decoder.speculated
 
     async def close(self) -> None:
         self._forget_all()

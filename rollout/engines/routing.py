@@ -65,11 +65,12 @@ class Recorder:
     def _note(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._found.append(output[2])
 
-    def last(self, lines: int) -> list[bytes]:
-        """Of the last pass, the last position of each of so many lines."""
+    def last(self, lines: int, count: int = 1) -> list[list[bytes]]:
+        """Of the last pass, the last `count` positions of each of so many lines."""
         found, self._found = self._found, []
-        rows = [one.view(lines, -1, one.shape[-1])[:, -1] for one in found]
-        return pack(torch.stack(rows, dim=1), self._experts)
+        rows = [one.view(lines, -1, one.shape[-1])[:, -count:].flatten(0, 1) for one in found]
+        packed = pack(torch.stack(rows, dim=1), self._experts)
+        return [packed[start : start + count] for start in range(0, len(packed), count)]
 
     def forget(self) -> None:
         self._found = []

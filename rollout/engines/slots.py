@@ -47,9 +47,9 @@ class SlotCache:
         self._positions, self._first, self._lengths = None, first, lengths
 
     def decode(self, positions: Tensor, span: int) -> None:
-        """The next pass appends one entry to rows `0…len(positions)-1`, at `positions`, and attends to `span` entries."""
+        """The next pass puts entries into rows `0…n-1`, at `positions` `[n, entries]`, and attends to `span` entries."""
         self._grow(span)
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self._rows = torch.arange(len(positions), device=positions.device)[:, None]
         self._positions, self._span = positions, span
 
     def update(
@@ -64,8 +64,8 @@ class SlotCache:
                 self._store_prompts(store, new)
             return keys, values
         n = len(self._positions)
-        self._keys[layer][self._rows, :, self._positions] = keys[:, :, 0]
-        self._values[layer][self._rows, :, self._positions] = values[:, :, 0]
+        self._keys[layer][self._rows, :, self._positions] = keys.transpose(1, 2)
+        self._values[layer][self._rows, :, self._positions] = values.transpose(1, 2)
         return self._keys[layer][:n, :, : self._span], self._values[layer][:n, :, : self._span]
 
     def get_seq_length(self, _layer: int = 0) -> int:
@@ -77,10 +77,10 @@ class SlotCache:
         for store in (*self._keys, *self._values):
             store[target, :, :length] = store[source, :, :length]
 
-    def wipe(self, row: int) -> None:
-        """Zero a row that may hold NaN: a masked NaN still poisons attention (0 * NaN) of the slot's next sample."""
+    def wipe(self, row: int, first: int = 0) -> None:
+        """Zero a row's entries from `first` on, which may hold NaN: a masked NaN still poisons attention (0 * NaN)."""
         for store in (*self._keys, *self._values):
-            store[row] = 0
+            store[row, :, first:] = 0
 
     def _store_prompts(self, store: Tensor, new: Tensor) -> None:
         width = new.shape[2]

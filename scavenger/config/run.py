@@ -275,6 +275,9 @@ class EngineSection(Section):
     eager: bool = False
     """vLLM: `true` means no compilation and no CUDA graphs. Engines start sooner and generate slower. Without
     a GPU it is always so."""
+    speculation: Literal["none", "group"] = "none"
+    """`group`: what a sample's siblings said are its drafts, which the engine verifies several tokens at a time
+    ([engines.md](engines.md#grouped-speculation)). It changes no token."""
     vllm: dict[str, JsonValue] = {}
     """vLLM: any other engine argument, by its Python name. Refused are those that the run or its job decides.
     Harvested engines take numbers, switches and plain names, and what the admin allows besides
@@ -792,6 +795,8 @@ class RunConfig(Section):
             self._spans_nodes()
         if self.algorithm.router_replay:
             self._replays()
+        if self.engine.speculation != "none" and self.engine.name == "vllm":
+            self._speculates()
         if (
             self.engine.vllm.get("quantization")
             and self.engine.name == "vllm"
@@ -822,6 +827,20 @@ class RunConfig(Section):
                 f"engine.vllm.pipeline_parallel_size = {stages} must divide the engine's {self.run.engine_gpus} GPUs "
                 f"(run.nodes_per_engine = {nodes} nodes of run.gpus_per_engine = {self.run.gpus_per_engine})"
             )
+
+    def _speculates(self) -> None:
+        """What vLLM does not do together with drafts, or was never seen to do."""
+        off = 'set engine.speculation = "none"'
+        if "speculative_config" in self.engine.vllm:
+            raise ValueError(
+                "engine.speculation and engine.vllm.speculative_config are both set; remove one of them"
+            )
+        if self.algorithm.router_replay:
+            raise ValueError(
+                f"algorithm.router_replay = true, and engine.speculation: vLLM tells no experts then; {off}"
+            )
+        if self.run.engine_gpus > 1 or self.reserved.gpus_per_engine > 1:
+            raise ValueError(f"engine.speculation with vLLM is for engines of one GPU; {off}")
 
     def _replays(self) -> None:
         if self.trainer.context_parallel > 1:

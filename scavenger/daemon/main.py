@@ -462,6 +462,7 @@ class Daemon:
             harvest=status.take(self.harvester, self.clock()),
             gpu_memory=tuple(self._shared_gpus(server)),
             weights_pauses=tuple(self._weights_pauses(server)),
+            speculation=tuple(self._speculation(server)),
             engines=fleet.engines_of(
                 server.router.core.runs.values(), status.outlooks(self.harvester, self.clock())
             ),
@@ -487,6 +488,12 @@ class Daemon:
             found = worker_counts.pauses(run)
             if found and not run.ended:
                 yield status.WeightsPause(run.name, len(found), found[len(found) // 2], found[-1])
+
+    def _speculation(self, server: RouterServer) -> Iterator[status.Speculation]:
+        for run in server.router.core.runs.values():
+            found = run.speculated
+            if found.verifications and not run.ended:
+                yield status.Speculation(run.name, found.drafted, found.accepted, found.verifications)
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from scavenger.observe.tally import Tally
+from scavenger.protocol.worker.events import NOT_SPECULATED, Speculated
 
 PREFIX = "scavenger_"
 
@@ -41,6 +42,7 @@ class RunReading:
     progress_at: float
     trainer_seen: float
     weights_pause_s: float = 0.0
+    speculated: Speculated = NOT_SPECULATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,9 @@ METRICS = (
         "Longest of its engines' last pauses between a version's last token and the next one's first",
         ("run",),
     ),
+    Metric("drafted_tokens", "counter", "Tokens that engines drafted from siblings and verified", ("run",)),
+    Metric("accepted_drafts", "counter", "Of those, the tokens that were accepted", ("run",)),
+    Metric("verifications", "counter", "Passes of one sample in which a draft was verified", ("run",)),
     Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
     Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind",)),
     Metric("decisions", "counter", "What the harvester decided, by action", ("action",)),
@@ -216,6 +221,9 @@ def _runs(f: StatusMetrics) -> Iterator[Sample]:
         yield "engines_wanted", one, run.wanted
         yield "weights_version", one, run.version
         yield "weights_pause_seconds", one, run.weights_pause_s
+        yield "drafted_tokens", one, run.speculated.drafted
+        yield "accepted_drafts", one, run.speculated.accepted
+        yield "verifications", one, run.speculated.verifications
         yield "run_step", one, run.step
         yield (
             "run_progress_timestamp_seconds",

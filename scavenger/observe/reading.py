@@ -80,4 +80,5 @@ def _run(run: ActiveRun, wanted: int) -> RunReading:
         progress_at,
         run.trainer.seen_at,
         max(worker_counts.pauses(run), default=0.0),
+        run.speculated,
     )

@@ -168,6 +168,15 @@ class WeightsPause(msgspec.Struct, frozen=True):
     most_s: float
 
 
+class Speculation(msgspec.Struct, frozen=True):
+    """What a run's engines drafted from siblings since the daemon began; as in `Speculated`."""
+
+    run: str
+    drafted: int
+    accepted: int
+    verifications: int
+
+
 class Status(msgspec.Struct, frozen=True):
     """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
 
@@ -207,6 +216,7 @@ class Status(msgspec.Struct, frozen=True):
     weights_pauses: tuple[
         WeightsPause, ...
     ] = ()  # of open runs whose engines went from one version to the next
+    speculation: tuple[Speculation, ...] = ()  # of open runs whose engines verified a draft
     engines: tuple[fleet.EngineNow, ...] = ()  # of open runs, by id
     runs: tuple[fleet.RunNow, ...] = ()  # the open ones, by name
 
@@ -300,6 +310,7 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         *map(trains, s.training),
         *map(shares, s.gpu_memory),
         *map(paused, s.weights_pauses),
+        *map(speculates, s.speculation),
     ]
     said = [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
     return list(map(printable, said))
@@ -378,6 +389,15 @@ def paused(found: WeightsPause) -> str:
     )
 
 
+def speculates(found: Speculation) -> str:
+    """Pure."""
+    mean = 1 + found.accepted / max(found.verifications, 1)
+    return (
+        f"drafts    run {found.run}: {found.accepted:,} of {found.drafted:,} tokens accepted in {found.verifications:,} verifications, "
+        f"{mean:.2f} tokens each"
+    )
+
+
 def left_behind(partition: str) -> str:
     """What becomes of engines without a daemon, and how to end them now. Pure."""
     return f"engines without a daemon leave after 15 minutes; at once, as its user: scancel -u $USER -p {partition}"
@@ -447,6 +467,7 @@ _ENDS = (
     "training",
     "gpu_memory",
     "weights_pauses",
+    "speculation",
     "engines",
     "runs",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scavenger.observe import reading
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
+from scavenger.protocol.messages import Heartbeat, Held
 from tests.observe.test_status import SEEN
 from tests.router.moves import W1, one_lease
 
@@ -35,3 +36,35 @@ def test_engines_samples_versions_and_progress_are_the_core_s() -> None:
     assert reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values["engines"] == {
         (run.name, "harvested", "suspect"): 1
     }
+
+
+def test_drafts_are_counted_over_engines_that_come_and_go() -> None:
+    bench, lease = one_lease()
+    core = bench.router.core
+    (run,) = core.runs.values()
+
+    def counted() -> tuple[float, ...]:
+        values = reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values
+        return tuple(
+            values[name][run.name,] for name in ("drafted_tokens", "accepted_drafts", "verifications")
+        )
+
+    def beat(*totals: int) -> None:
+        bench.say(
+            W1,
+            Heartbeat(
+                (Held(lease.sample_id, lease.epoch, 0),), 0, 1, 0.0, 0, 0.0, "awake", 0, 0, 0.0, -1, *totals
+            ),
+        )
+
+    assert counted() == (0, 0, 0)
+    beat(20, 11, 5)
+    beat(20, 11, 5)
+    assert counted() == (20, 11, 5), "totals, not increments"
+    beat(30, 17, 8)
+    assert counted() == (30, 17, 8)
+    beat(0, 0, 0)
+    beat(4, 1, 1)
+    assert counted() == (34, 18, 9), (
+        "what says that it shrank is another engine, or lies: a counter never shrinks"
+    )

@@ -454,3 +454,11 @@ def test_the_time_that_engines_made_nothing_at_a_change_of_version_is_shown() ->
     said = "from the last token under one version to the first under the next"
     assert f"weights   run r: {said}, 1.2 s, 4.0 s at most (3 engines, each its last time)" in found
     assert f"weights   run s: {said}, 2.0 s, 2.0 s at most (1 engine, each its last time)" in found
+
+
+def test_what_engines_drafted_is_shown() -> None:
+    drafts = (status.Speculation("r", 12_000, 9_000, 4_500),)
+    found = status.lines(msgspec.structs.replace(SEEN, speculation=drafts), 1001.0)
+    assert (
+        "drafts    run r: 9,000 of 12,000 tokens accepted in 4,500 verifications, 3.00 tokens each" in found
+    )

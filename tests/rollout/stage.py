@@ -14,7 +14,14 @@ from rollout.worker import Options, RolloutWorker
 from scavenger.errors import EngineError
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
-from scavenger.protocol.worker.events import Delta, EndWorker, Request, WorkerIdentity, WorkerLimits
+from scavenger.protocol.worker.events import (
+    Delta,
+    EndWorker,
+    Request,
+    Speculated,
+    WorkerIdentity,
+    WorkerLimits,
+)
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
@@ -94,6 +101,9 @@ class Scripted:
 
     def progress(self) -> int:
         return 1
+
+    def speculated(self) -> Speculated:
+        return Speculated(7, 4, 2)
 
     async def close(self) -> None:
         self.calls.append("close")

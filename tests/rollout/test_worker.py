@@ -37,6 +37,8 @@ def test_a_restarted_daemon_gets_everything_above_the_durable_length(play: Play)
         seen = await stage.daemon.tokens(1, 20)
         stage.daemon.send(messages.Ack((Held(1, 1, 10),)))
         await beat(stage)
+        last = stage.daemon.beats[-1]
+        assert (last.drafted, last.accepted, last.verifications) == (7, 4, 2), "as the engine says"
         stage.restart_daemon()
         hello = await stage.daemon.expect(messages.WorkerHello)
         assert (hello.session, hello.loaded_version) == ("5e55", 1)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import (
@@ -243,6 +244,19 @@ def test_an_engine_is_measured_only_where_all_its_samples_ran(
     bench: Bench, policy: ScriptedPolicy, lease: Lease, gained: tuple[int, ...], measured: bool
 ) -> None:
     """One that is prefilled meanwhile, or that waits for room in the KV cache, makes no engine slow for four samples."""
+    bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
+    bench.now += 2.0
+    bench.say(11, Heartbeat(tuple(Held(i, 1, length) for i, length in enumerate(gained, 1)), 1, 1))
+    assert bool([f for f in policy.facts if isinstance(f, EngineProgress)]) is measured
+
+
+@pytest.mark.parametrize(("gained", "measured"), [((4, 7, 5, 3), True), ((7, 1, 0, 0), False)])
+def test_an_engine_that_speculates_is_measured_although_its_samples_gain_unequally(
+    bench: Bench, policy: ScriptedPolicy, lease: Lease, gained: tuple[int, ...], measured: bool
+) -> None:
+    """Each gains what its siblings know of it. Otherwise such an engine's speed would never be known."""
+    (run,) = bench.router.core.runs.values()
+    run.engine = replace(run.engine, speculation="group")
     bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
     bench.now += 2.0
     bench.say(11, Heartbeat(tuple(Held(i, 1, length) for i, length in enumerate(gained, 1)), 1, 1))

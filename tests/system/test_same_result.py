@@ -8,6 +8,7 @@ import pytest
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.demo.site import DemoSite, SiteOptions
+from scavenger.observe import status
 from tests.system import play
 
 pytestmark = pytest.mark.mpi
@@ -102,3 +103,26 @@ def test_the_predicting_policy_changes_who_generates_and_nothing_else(
         tmp_path, small_model, backend="local", engines=2, preempt=False, pace=6.0, policy="predictive"
     )
     assert predicted == play.as_long(undisturbed, predicted, small_model, tmp_path)
+
+
+def test_drafts_from_siblings_change_nothing(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    """The engine verifies what siblings said (`engine.speculation`); what it accepted is what it would have drawn."""
+    with DemoSite(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": 80, "harvest": False},
+            engine={"max_batch": 16, "pace": 20.0, "speculation": "group"},
+        )
+        training = play.submit(site, run)
+        play.wait_for("two steps", lambda: play.steps_done(site) >= 2)
+        play.wait_for("accepted drafts in the daemon's status", lambda: _accepted(site) > 0)
+        done = play.cut_short(site, training)
+        found = play.result(site).until(done)
+    assert found == play.as_long(undisturbed, found, small_model, tmp_path)
+
+
+def _accepted(site: DemoSite) -> int:
+    return sum(one.accepted for one in status.read(site.state_dir).speculation)

@@ -178,6 +178,7 @@ def test_a_model_without_experts_or_with_too_long_groups_is_refused_at_the_start
             '[engine]\nname = "vllm"\neager = true\n[engine.vllm]\npipeline_parallel_size = 2\n',
             "engine.vllm.pipeline_parallel_size",
         ),
+        ('[engine]\nname = "vllm"\neager = true\nspeculation = "group"\n', "engine.speculation"),
     ],
 )
 def test_what_engines_would_not_tell_is_refused_by_the_configuration(

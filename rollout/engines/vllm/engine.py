@@ -31,13 +31,15 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
+from rollout.engines.vllm.proposer import request_name
 from rollout.engines.vllm.setup import MemoryFiles
 from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
-from scavenger.protocol.worker.events import Delta, Request
+from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, Request, Speculated
 
 NAME = "vllm"
+ASK_SPECULATED_S = 1.0  # between two questions to vLLM's process what speculation did
 CALL_S = 300.0  # what one call to all ranks may take
 _SEED_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
 _log = structlog.get_logger(__name__)
@@ -172,6 +174,8 @@ class VllmEngine:
         self._pending: PendingWeights | None = None  # arrived while asleep
         self._routing_lock = asyncio.Lock()
         self._routes: Routed = {}  # by the name that a request has here
+        self._speculated = NOT_SPECULATED  # as vLLM's process said last
+        self._ask_speculated_at = 0.0
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -182,7 +186,11 @@ class VllmEngine:
             self._cores[pidfd] = process.pid
             loop.add_reader(pidfd, self._core_died, pidfd)
         await self._call(
-            self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace, self._spec.routing))
+            self._llm.collective_rpc(
+                "scavenger_hook",
+                CALL_S,
+                (True, self._spec.pace, self._spec.routing, self._spec.speculation == "group"),
+            )
         )
         await self._divide()
         if self._gpus[0].counts:
@@ -337,7 +345,7 @@ class VllmEngine:
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
         params = _params(request, self._layout.vocab_size)
         self._serial += 1
-        name = str(self._serial)
+        name = request_name(self._serial, request.key, request.prompt)
         stream = asyncio.create_task(self._stream(request, params, name), name=name)
         self._streams[request.handle] = stream
         stream.add_done_callback(lambda task: self._ended(request.handle, task))
@@ -392,12 +400,22 @@ class VllmEngine:
             self._ready.append(delta)
             self._work.set()
             if delta.error or delta.finish:
+                await self._note_speculated()
                 return
 
     def _salt(self, request: Request) -> str:
         """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them."""
         run = self._host.run
         return f"{run}/{self._version}" if request.salt < 0 else f"{run}/begun/{request.salt}"
+
+    async def _note_speculated(self) -> None:
+        """Ask vLLM's process what speculation did, once in a while."""
+        now = asyncio.get_running_loop().time()
+        if self._spec.speculation == "none" or now < self._ask_speculated_at:
+            return
+        self._ask_speculated_at = now + ASK_SPECULATED_S
+        (told, *_) = await self._call(self._llm.collective_rpc("scavenger_speculated", CALL_S))
+        self._speculated = Speculated(*told)
 
     async def _routed(self, name: str, first: int, count: int) -> bytes:
         """Which experts so many tokens of a request went to, from a position on. Raises `EngineError` where vLLM does not say."""
@@ -489,6 +507,9 @@ class VllmEngine:
 
     def progress(self) -> int:
         return self._made
+
+    def speculated(self) -> Speculated:
+        return self._speculated
 
     async def close(self) -> None:
         self._fail(EngineError("the engine is closed"))

@@ -24,6 +24,7 @@ from rollout.engines.base import EngineHost, Weight
 from rollout.engines.merging import FileMerge, Merged
 from rollout.engines.published import PublishedLayout, layout, parse_config
 from rollout.engines.vllm.names import KNOWN_EXPERTS
+from rollout.engines.vllm.proposer import MAX_DRAFT, PATH
 from rollout.engines.vllm.worker import FOLDER, NODE, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
@@ -135,6 +136,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
             f"engine.vllm.pipeline_parallel_size = {stages}, and the engine has {host.gpus} GPUs",
             "set it to a divisor of the engine's GPUs",
         )
+    _refuse_speculation(spec, host, options)
     chosen: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -154,6 +156,12 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
         "disable_log_stats": True,
         "enable_sleep_mode": host.sleeps and gpu,
     }
+    if spec.speculation == "group":
+        chosen["speculative_config"] = {
+            "method": "custom_class",
+            "model": PATH,
+            "num_speculative_tokens": MAX_DRAFT,
+        }
     if spec.adapter_rank:
         rank = next((rank for rank in ADAPTER_RANKS if rank >= spec.adapter_rank), 0)
         if not rank:
@@ -173,6 +181,23 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     )  # "uni": one process less than vLLM's choice
     own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
     return chosen | own | options | spread | {"enforce_eager": True}
+
+
+def _refuse_speculation(spec: EngineSpec, host: EngineHost, options: dict[str, Any]) -> None:
+    """Raises `EngineError` where siblings' drafts do not go together with what else the run asks of vLLM."""
+    if spec.speculation == "none":
+        return
+    off = 'set engine.speculation = "none"'
+    if "speculative_config" in options:
+        raise EngineError(
+            "engine.speculation and engine.vllm.speculative_config are both set", "set one of them"
+        )
+    if spec.routing:
+        raise EngineError("vLLM does not tell which experts a token goes to with engine.speculation", off)
+    if host.gpus > 1:
+        raise EngineError(
+            f"engine.speculation with vLLM is for engines of one GPU, and this one has {host.gpus}", off
+        )
 
 
 def _refuse_unseen_experts(spec: EngineSpec, options: dict[str, Any], gpu: bool) -> None:

@@ -33,6 +33,7 @@ from rollout.engines.merging import FileMerge, FileRow
 from rollout.engines.routing import pack
 from rollout.engines.slices import Boxes
 from rollout.engines.vllm import names as engine_names
+from rollout.engines.vllm.proposer import put_right_without_triton
 from scavenger.errors import describe
 
 _log = structlog.get_logger(__name__)
@@ -264,16 +265,29 @@ class Extension:
         found, self.scavenger_routed = self.scavenger_routed, {}
         return found
 
-    def scavenger_hook(self, raw_logprobs: bool, pace: float, routing: int = 0) -> None:
+    def scavenger_hook(
+        self, raw_logprobs: bool, pace: float, routing: int = 0, speculates: bool = False
+    ) -> None:
         """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second; note
-        which experts tokens go to, in `routing` bytes each."""
+        which experts tokens go to, in `routing` bytes each; tell the proposer of drafts whose each row is."""
         if routing:
             record_routing(self.model_runner, self.scavenger_routed_rows, routing)
         if raw_logprobs:
             sampler = self.model_runner.sampler
             sampler.forward = _with_raw_logprobs(sampler.forward)
+        if speculates:
+            verifier = self.model_runner.rejection_sampler
+            verifier.forward = _with_raw_logprobs_of_drafts(verifier.forward)
+            self.model_runner.drafter.attach(self.model_runner)
+            if self.model_runner.device.type == "cpu":
+                put_right_without_triton()
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+    def scavenger_speculated(self) -> tuple[int, int, int]:
+        """What speculation did so far: drafted, accepted, verifications."""
+        total = self.model_runner.drafter.total
+        return total.drafted, total.accepted, total.verifications
 
     def scavenger_routed_rows(self, request: str, first: int, rows: Sequence[bytes]) -> None:
         if not self.scavenger_routed:
@@ -642,6 +656,30 @@ def _with_raw_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
             # Under an id of its own: where vLLM joins outputs that were not fetched in time, one id keeps one logprob.
             other = torch.where(sampled > 0, sampled - 1, sampled + 1)
             output.logprobs_tensors.logprob_token_ids[:, 1:2] = other.to(output.sampled_token_ids.dtype)
+        return output
+
+    return both
+
+
+def _with_raw_logprobs_of_drafts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where vLLM verifies drafts: a row of logits for each drafted token and one behind, request by request."""
+
+    def both(metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> Any:
+        wanted = (sampling_metadata.max_num_logprobs or 0) > 0
+        raw = logits.log_softmax(-1, dtype=torch.float32) if wanted else None
+        output = forward(metadata, draft_probs, logits, sampling_metadata)
+        if raw is not None and output.logprobs_tensors is not None:
+            sampled = output.sampled_token_ids.long()
+            ends = metadata.cu_num_sampled_tokens.to(sampled.device)
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            places = starts[:, None] + torch.arange(sampled.shape[1], device=sampled.device)
+            places = places.clamp(max=len(raw) - 1).flatten()  # behind a refused token nothing is read
+            ids = sampled.clamp(min=0).flatten()
+            output.logprobs_tensors.logprobs[:, 1] = raw[places, ids]
+            other = torch.where(ids > 0, ids - 1, ids + 1)
+            output.logprobs_tensors.logprob_token_ids[:, 1] = other.to(
+                output.logprobs_tensors.logprob_token_ids.dtype
+            )
         return output
 
     return both

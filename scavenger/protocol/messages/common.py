@@ -44,8 +44,12 @@ RUN_NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+#: Of what only grows for as long as a process lives.
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 #: What a worker does with its GPU's memory.
 Memory = Literal["awake", "falling-asleep", "asleep", "waking"]
+#: Where an engine's drafts come from.
+Speculation = Literal["none", "group"]
 #: Which of its job's reserved engines a worker is.
 Slot = Annotated[str, msgspec.Meta(max_length=256)]
 #: Reserved engines that one message names at most.
@@ -98,6 +102,7 @@ class EngineSpec(MessagePart, frozen=True):
     keep_cache: bool = (
         False  # of the KV cache, over a load of weights; what is found in it is by `Lease.salt`
     )
+    speculation: Speculation = "none"  # "group": what a sample's siblings said are its drafts
 
 
 class WeightSource(MessagePart, frozen=True):

@@ -15,6 +15,7 @@ from scavenger.protocol.messages.common import (
     Rate,
     Rejected,
     Sampling,
+    Total,
     WeightSource,
 )
 
@@ -129,7 +130,8 @@ class Heartbeat(Message, frozen=True):
     `memory`: what it does with its GPUs' memory, by the last order (Sleep, Wake) that reached it, whose number is `memory_order`;
     `bytes_held`: of that memory, as its engine said last. `weights_pause_s`: between the last token under one version and the first under
     the next, last time; 0 = there was none yet. `ahead`: the version of the last `PullAhead` that reached it since it last loaded one, if
-    that is here or on its way; -1: none, or its pull failed.
+    that is here or on its way; -1: none, or its pull failed. `drafted`, `accepted`,
+    `verifications`: of its engine's speculation so far, as in `events.Speculated`.
     """
 
     held: tuple[Held, ...]
@@ -143,6 +145,9 @@ class Heartbeat(Message, frozen=True):
     bytes_held: Nbytes = 0
     weights_pause_s: Rate = 0.0
     ahead: int = -1
+    drafted: Total = 0
+    accepted: Total = 0
+    verifications: Total = 0
 
 
 class WeightsLoaded(Message, frozen=True):

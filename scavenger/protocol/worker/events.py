@@ -73,6 +73,20 @@ class Delta:
     routing: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Totals of an engine since it was built. `verifications`: passes of one sample in which a draft was verified. Each made a token more
+    than it accepted, because the model's own next token comes with it."""
+
+    drafted: int = 0
+    accepted: int = 0
+    verifications: int = 0
+
+
+#: Of an engine that does not, or has not yet.
+NOT_SPECULATED = Speculated()
+
+
 # ---------------------------------------------------------------- the session
 
 

@@ -29,6 +29,7 @@ from scavenger.protocol.worker.events import (
     EXIT_NO_DAEMON,
     EXIT_PREEMPTED,
     EXIT_REFUSED,
+    NOT_SPECULATED,
     AddRefused,
     Build,
     Built,
@@ -92,8 +93,8 @@ class IllegalWorkerPhase(ScavengerError):
 
 
 class Session:
-    """One worker process's session. The driver connects first (as for `Connect(0)`), sets `progress` before each `handle`, and lets the
-    engine generate only while `may_generate` says so.
+    """One worker process's session. The driver connects first (as for `Connect(0)`), sets `progress` and `speculated` before each `handle`,
+    and lets the engine generate only while `may_generate` says so.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Session:
         self.phase = WorkerPhase.CONNECTING
         self.work = Work(limits.message_tokens, now, new_buffer)
         self.progress = 0  # decode iterations of the engine, for heartbeats
+        self.speculated = NOT_SPECULATED  # as the engine says, for heartbeats too
         self._identity = identity
         self._limits = limits
         self._welcome: messages.Welcome | None = None
@@ -298,7 +300,8 @@ class Session:
             ]
         self._unanswered += 1
         self._heartbeat_at = now + heartbeat_s
-        return self.work.beat(self.progress, now, unacked_s=self._limits.missed_heartbeats * heartbeat_s)
+        unacked_s = self._limits.missed_heartbeats * heartbeat_s
+        return self.work.beat(self.progress, now, unacked_s, self.speculated)
 
     # ------------------------------------------------------------ leaving
 

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from scavenger.protocol import messages
 from scavenger.protocol.messages import Chunk, Held, Lease, pack_logprobs, pack_tokens, unpack_tokens
 from scavenger.protocol.worker.events import (
+    NOT_SPECULATED,
     Abort,
     Add,
     AddRefused,
@@ -38,6 +39,7 @@ from scavenger.protocol.worker.events import (
     Serves,
     SleepEngine,
     Slept,
+    Speculated,
     WakeEngine,
     Woken,
     WorkerAction,
@@ -378,17 +380,23 @@ class Work:
         handles = tuple(held.handle for held in self.leases.all() if held.runs)
         return [Abort(handles)] if handles else []
 
-    def beat(self, progress: int, now: float, unacked_s: float) -> list[WorkerAction]:
+    def beat(
+        self, progress: int, now: float, unacked_s: float, speculated: Speculated = NOT_SPECULATED
+    ) -> list[WorkerAction]:
         """The heartbeat, after all that is unsent; everything is unsent again when no ack came for `unacked_s`."""
         rate = self._rate_tokens / max(now - self._rate_since, 1e-9)
         self._rate_tokens, self._rate_since = 0, now
         if self.leases.ack_owed() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
-        return [*self.flush(), SendMessage(self.heartbeat(progress, rate))]
+        return [*self.flush(), SendMessage(self.heartbeat(progress, rate, speculated=speculated))]
 
     def heartbeat(
-        self, progress: int, rate: float, ahead: Mapping[int, int] = MappingProxyType({})
+        self,
+        progress: int,
+        rate: float,
+        ahead: Mapping[int, int] = MappingProxyType({}),
+        speculated: Speculated = NOT_SPECULATED,
     ) -> messages.Heartbeat:
         """What a heartbeat says now. `ahead`: lengths, by handle, of requests of which the engine has not given all that it generated."""
         memory = (self.memory, self.memory_order, self.bytes_held)
@@ -402,6 +410,9 @@ class Work:
             *memory,
             self.weights_pause_s,
             self._ahead,
+            speculated.drafted,
+            speculated.accepted,
+            speculated.verifications,
         )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:

@@ -23,6 +23,7 @@ from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.protocol.worker.events import NOT_SPECULATED, Speculated
 from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHash
 from scavenger.router.core.row_budget import Budget
 from scavenger.router.core.transitions import (
@@ -619,6 +620,7 @@ class ActiveRun:
     trainer: TrainerLink = field(default_factory=TrainerLink)
     weights: PublishedWeights = field(default_factory=PublishedWeights)
     progress: StepProgress = field(default_factory=StepProgress)
+    speculated: Speculated = NOT_SPECULATED  # by all its engines since this daemon began, by their word
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
     #: The same key -> the next retry's number, where a group was superseded.
@@ -696,6 +698,7 @@ class EngineMetrics:
     cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown
     best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
     entered: int = 0  # tokens that went into its KV cache, by what it was leased and generated
+    speculated: Speculated = NOT_SPECULATED  # in its last heartbeat
 
 
 @dataclass(slots=True)

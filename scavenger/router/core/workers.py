@@ -20,9 +20,10 @@ from scavenger.protocol.messages import (
     SampleFailed,
     Yield,
 )
+from scavenger.protocol.worker.events import Speculated
 from scavenger.router.core import samples, worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
-from scavenger.router.core.state import GivenUp, Sample, Worker
+from scavenger.router.core.state import ActiveRun, GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus, WorkerStep
 
@@ -37,6 +38,8 @@ MOST_REPORTED_S = 3600.0
 #: The mean gain of an engine's samples between two heartbeats lies within this share of the largest (or within one token) when all of them
 #: ran throughout.
 ALIKE = 0.05
+#: The same of engines that speculate.
+ALIKE_SPECULATING = 0.5
 
 
 def disconnect(core: Core, worker: Worker) -> None:
@@ -137,9 +140,23 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         worker.memory.wake_s = wake_s
         worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
     worker.weights.pause_s = min(beat.weights_pause_s, MOST_REPORTED_S)
+    _count_speculated(worker, beat)
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
     worker_commands.steer(core, worker)
+
+
+def _count_speculated(worker: Worker, beat: Heartbeat) -> None:
+    """What its engine drafted since its last heartbeat is its run's too. An engine's totals never shrink; what says so is not counted."""
+    told, before = Speculated(beat.drafted, beat.accepted, beat.verifications), worker.engine.speculated
+    if told == before:
+        return
+    worker.engine.speculated, run = told, worker.run
+    run.speculated = Speculated(
+        run.speculated.drafted + max(0, told.drafted - before.drafted),
+        run.speculated.accepted + max(0, told.accepted - before.accepted),
+        run.speculated.verifications + max(0, told.verifications - before.verifications),
+    )
 
 
 def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
@@ -164,7 +181,7 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
         and gained > 0
         and seconds >= LEAST_BEAT * core.limits.heartbeat_s
     )
-    steady = steady and most * batch - gained <= max(ALIKE * most, 1.0) * batch
+    steady = steady and most * batch - gained <= max(_alike(worker.run) * most, 1.0) * batch
     steady = steady and most <= MOST_SAMPLE_TOKENS_PER_S * seconds
     worker.heartbeat.at, worker.heartbeat.leases_changed = core.now, False
     if seconds <= 0:
@@ -176,6 +193,12 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
             EngineProgress(worker.id, worker.kind, worker.node, worker.gpus, batch, at_mean, gained, seconds),
             core.now,
         )
+
+
+def _alike(run: ActiveRun) -> float:
+    """By how much of the largest gain the mean may be less. Samples that run gain a token a step, unless they speculate: then one gains
+    what its siblings happen to know of it."""
+    return ALIKE if run.engine.speculation == "none" else ALIKE_SPECULATING
 
 
 def _ask_again(core: Core, worker: Worker) -> None:
