@@ -169,6 +169,22 @@ class DataSection(Section):
     """An episode whose environment worker was lost is played again from its recorded turns. What happens where the
     environment says something else than it did. `branch`: the episode goes on from there with new turns.
     `restart`: it begins anew. `fail`: it is a failed episode. The ledger has the reason."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """What runs as plain processes of an environment worker's host (a role without a `runtime`, or with `subprocess`):
+    `none`: as any process of the user's. `bubblewrap`: in a box of its own for each agent
+    ([agents.md](agents.md#sandboxes)): no network, a read-only root without homes and keys, and the limits below."""
+    sandbox_memory_mb: Positive = 2048
+    """Memory of all processes of a box (MiB). Files that they write to /tmp are not in it."""
+    sandbox_processes: Positive = 128
+    """Processes of a box at once."""
+    sandbox_disk_mb: Positive = 512
+    """What a box may write (MiB), in memory: gone with it."""
+    sandbox_output_mb: Positive = 16
+    """Output of one command in a box (MiB)."""
+    sandbox_cpu_s: Annotated[float, Field(ge=0)] = 0.0
+    """CPU seconds of all processes of an agent's box. 0: as many as `episode_s`."""
+    sandbox_readable: tuple[Path, ...] = ()
+    """Further paths that a box may read, such as data or a tool's programs."""
 
     @model_validator(mode="after")
     def _environment(self) -> DataSection:
@@ -181,7 +197,7 @@ class DataSection(Section):
         if self.environment and (self.path is not None or self.sets or "task" in said):
             raise ValueError("environment brings its own tasks: leave out task, path and sets")
         if not self.environment and (
-            named := sorted(key for key in said if key.startswith(("environment_", "episode_")))
+            named := sorted(key for key in said if key.startswith(("environment_", "episode_", "sandbox")))
         ):
             raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
         return self

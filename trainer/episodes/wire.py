@@ -11,6 +11,18 @@ from __future__ import annotations
 import msgspec
 
 
+class Sandbox(msgspec.Struct, frozen=True):
+    """The boxes in which plain processes run. Limits as `trainer.sandbox.plan.Limits`; `readable`, `hidden`: paths."""
+
+    memory_mb: int
+    processes: int
+    disk_mb: int
+    output_mb: int
+    cpu_s: float
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """Of a run. `arguments`, `renderer`: JSON. `seconds`, `turns`, `tokens`: of an agent in an episode at most, 0 = no bound."""
 
@@ -25,6 +37,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     turns: int
     tokens: int
     seconds: float
+    sandbox: Sandbox | None = None
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):
@@ -63,7 +76,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     ledger has ended this one. `note`: what else was found, such as where it branched.
 
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
-    "length" where a limit ended it, else "stop".
+    "length" where a limit ended it, else "stop". `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`.
     """
 
     episode: str

@@ -36,9 +36,11 @@ from blake3 import blake3
 from scavenger.errors import ConfigError
 from trainer.algorithms.rewards import framed, read_frame
 from trainer.episodes import branches, wire
+from trainer.episodes.boxed import Boxed, checked, installed, limits_of, plan_of
 from trainer.episodes.naming import Setting
 from trainer.episodes.relay import Playing, Relay
 from trainer.reserved import die_with_parent
+from trainer.sandbox.box import BoxEnded
 
 #: From the first release with this API to the one after.
 OLDEST, BEFORE = (0, 4, 0), (0, 5, 0)
@@ -108,10 +110,10 @@ class Tasks:
 class Environment:
     """The run's environment, and how one episode of it is played."""
 
-    def __init__(self, setup: wire.Setup, relay: Relay) -> None:
+    def __init__(self, setup: wire.Setup, relay: Relay, boxed: Boxed | None = None) -> None:
         """Raises `ConfigError` where it cannot be loaded."""
         check_version(_installed())
-        self._setup, self._relay = setup, relay
+        self._setup, self._relay, self._boxed = setup, relay, boxed
         self.env, self.tasks = _loaded(setup)
 
     def ready(self) -> wire.Ready:
@@ -159,6 +161,10 @@ class Environment:
         )
         context = vf.ModelContext(self._setup.name, client, vf.SamplingConfig(**ask.sampling))
         episode = await self.env.run_episode(self.tasks[ask.task], context, on_trace=begun)
+        over = self._boxed.of([trace.id for trace in episode.traces]) if self._boxed is not None else None
+        if not episode.ok and over is not None:
+            # What the agent did, no failure of its environment: to be trained, not tried again.
+            return result_of(ask.episode, episode, playing, over)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             last = errors[-1] if errors else None
@@ -168,16 +174,21 @@ class Environment:
         return result_of(ask.episode, episode, playing)
 
 
-def result_of(name: str, episode: Any, playing: Playing) -> wire.Played:
-    """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards."""
+def result_of(name: str, episode: Any, playing: Playing, over: BoxEnded | None = None) -> wire.Played:
+    """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards.
+
+    `over`: the limit of its sandbox that an agent reached: nobody can reward such an episode, and its reward is 0.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     paths = [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
-    rewards = [float(trace.reward) for trace in traces]
+    rewards = [0.0 if over is not None else float(trace.reward) for trace in traces]
     reward = math.fsum(rewards) / len(rewards) if rewards else math.nan
     if not math.isfinite(reward):
         return wire.Played(name, error=f"its reward is {reward}" if rewards else "no agent of it trains")
     taken = playing.taken()
-    stopped = [trace.stop_condition or "" for trace in traces]
+    stopped = (
+        [f"sandbox:{over.limit}"] if over is not None else [trace.stop_condition or "" for trace in traces]
+    )
     return wire.Played(
         name,
         reward,
@@ -262,6 +273,17 @@ def _source(name: str) -> str:
 # ---------------------------------------------------------------- the process
 
 
+async def _boxes(setup: wire.Setup) -> Boxed | None:
+    """Sandboxes for plain processes, where the run has them. Raises `ConfigError` where there can be none."""
+    told = setup.sandbox
+    if told is None:
+        return None
+    check_version(_installed())
+    limits = limits_of(told, setup.seconds + GRACE_S)
+    plan = plan_of(limits, told.readable, told.hidden, Path.home())
+    return installed(plan, await checked(plan))
+
+
 def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], None]) -> None:
     """Read frames until the end, which is None."""
     while (frame := read_frame(source.read)) is not None:
@@ -287,7 +309,8 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
         return 0
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
-        environment = await asyncio.to_thread(Environment, setup, relay)
+        boxed = await _boxes(setup)
+        environment = await asyncio.to_thread(Environment, setup, relay, boxed)
     except ConfigError as error:
         told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))
         return 2
