@@ -2,7 +2,7 @@
 
     make_runtime(SubprocessConfig())  ->  one box for each runtime: an agent's, or a tool server's of its own
     run, open_process, run_background ->  processes in it
-    host_url, expose                  ->  the model's endpoint and tool servers, by loopback ports, are all that it reaches, and is reached by
+    host_url, expose                  ->  the model's endpoint and tool servers, by loopback ports: all that it reaches
     prepare_uv_script                 ->  outside: a harness's own program and its packages, which no model wrote, need the network
 
 `installed` puts it in the place of the package's own class, which is chosen by the name "subprocess": there is no other door.
@@ -140,7 +140,8 @@ def _runtime_class(plan: Plan, program: str, noted: Boxed) -> type[Any]:
             await self._stdin.drain()
 
         async def wait(self) -> int:
-            return await _said(self._running.wait())
+            code: int = await _said(self._running.wait())
+            return code
 
         async def poll(self) -> int | None:
             return self._running.exit_code

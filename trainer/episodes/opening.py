@@ -73,6 +73,7 @@ def setup_of(config: RunConfig, endpoint: str) -> wire.Setup:
         data.episode_tokens,
         data.episode_s,
         sandbox_of(config),
+        data.effects,
     )
 
 

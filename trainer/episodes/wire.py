@@ -38,6 +38,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     tokens: int
     seconds: float
     sandbox: Sandbox | None = None
+    effects: str = "none"
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):
@@ -73,10 +74,11 @@ class Branch(msgspec.Struct, frozen=True):
 
 class Played(msgspec.Struct, frozen=True, tag="played"):
     """An episode is over. `error`: why it counts for nothing. `again`: why it must be played anew, under another name; `gone`: because the
-    ledger has ended this one. `note`: what else was found, such as where it branched.
+    ledger has ended this one. `final`: nor is another try made of one that failed. `note`: what else was found, such as where it branched.
 
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
-    "length" where a limit ended it, else "stop". `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`.
+    "length" where a limit ended it, else "stop".
+    `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`.
     """
 
     episode: str
@@ -93,6 +95,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     output: str = ""
     again: str = ""
     gone: bool = False
+    final: bool = False
     note: str = ""
 
 

@@ -26,9 +26,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from blake3 import blake3
@@ -123,7 +124,8 @@ class Environment:
     async def play(self, ask: wire.Play) -> wire.Played:
         """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
         started = time.monotonic()
-        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence))
+        external = self._setup.effects == "external"
+        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence), external)
         try:
             played = await self._played(ask, playing)
         except Exception as error:  # noqa: BLE001  the environment's own code
@@ -138,6 +140,7 @@ class Environment:
                 error="" if playing.ended.again else reason,
                 again=reason if playing.ended.again else "",
                 gone=playing.ended.gone,
+                final=playing.ended.final,
             )
         return msgspec.structs.replace(
             played,
@@ -273,6 +276,35 @@ def _source(name: str) -> str:
 # ---------------------------------------------------------------- the process
 
 
+def tools_by(relay: Relay, *, boxed: bool) -> None:
+    """From now on, agents reach their tools' servers through the relay, which records what is to be recorded.
+
+    Raises `ConfigError` for a release of the package that serves tools otherwise.
+    """
+    from verifiers.v1 import rollout
+
+    served = vars(rollout).get("serve_tools")
+    if served is None:
+        raise ConfigError(
+            "data.effects: this release of verifiers serves tools otherwise",
+            'pip install "verifiers==0.4.0" for data.environment_python',
+        )
+
+    @contextlib.asynccontextmanager
+    async def through(toolsets: Any, runtime: Any, *args: Any, **more: Any) -> AsyncIterator[dict[str, str]]:
+        colocated = {one.server_name for one in toolsets if one.config.colocated and not one.config.url}
+        async with served(toolsets, runtime, *args, **more) as urls:
+            found = {}
+            for name, url in urls.items():
+                if name in colocated and boxed:  # its port is one of the box
+                    inner = urlsplit(url)
+                    url = f"{await runtime.expose(inner.port)}{inner.path}"
+                found[name] = runtime.host_url(relay.tool(more["state_route"], name, url))
+            yield found
+
+    vars(rollout)["serve_tools"] = through
+
+
 async def _boxes(setup: wire.Setup) -> Boxed | None:
     """Sandboxes for plain processes, where the run has them. Raises `ConfigError` where there can be none."""
     told = setup.sandbox
@@ -310,6 +342,8 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
         boxed = await _boxes(setup)
+        if boxed is not None or setup.effects == "external":
+            tools_by(relay, boxed=boxed is not None)
         environment = await asyncio.to_thread(Environment, setup, relay, boxed)
     except ConfigError as error:
         told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))

@@ -40,7 +40,7 @@ READ = 64 << 10
 MOST_PACKET = 1 << 16
 #: Connections of one port that are open at once.
 MOST_CONNECTIONS = 256
-REMEDY = 'install the package bubblewrap (0.8 or later) where environment workers run, allow user namespaces there, or set data.sandbox = "none"'
+REMEDY = 'install bubblewrap (0.8 or later) where environment workers run, allow user namespaces there, or set data.sandbox = "none"'
 
 
 class BoxEnded(Exception):
@@ -193,7 +193,11 @@ class Box:
                 self._process.kill()
         for server in self._servers.values():
             server.close()
-        waiting = [*self._replies.values(), *self._exits.values(), *([self._ready] if self._ready else [])]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._replies.values(),
+            *self._exits.values(),
+            *([self._ready] if self._ready else []),
+        ]
         self._replies, self._exits = {}, {}
         for future in waiting:
             if not future.done():

@@ -119,7 +119,8 @@ class Inside:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         while True:
-            ready, _, _ = select.select([self._control, wake], [], [], COUNT_S if self._running else LOOK_S)
+            watched: list[Any] = [self._control, wake]
+            ready, _, _ = select.select(watched, [], [], COUNT_S if self._running else LOOK_S)
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)
             self._reap()
@@ -128,7 +129,7 @@ class Inside:
                 return
 
     def _take(self) -> bool:
-        data, fds, flags, _ = socket.recv_fds(self._control, MOST_PACKET, 8)
+        data, fds, _flags, _ = socket.recv_fds(self._control, MOST_PACKET, 8)
         if not data:
             return False
         try:

@@ -24,10 +24,23 @@ from scavenger.errors import ConfigError
 OLDEST = (0, 8, 0)
 #: Of the system: programs, libraries, and what programs read of /etc. No account but the box's own, no secrets.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-ETC = (
-    "alternatives bash.bashrc ca-certificates crypto-policies inputrc ld.so.cache ld.so.conf ld.so.conf.d locale.conf "
-    "localtime mime.types pki profile ssl terminfo"
-).split()
+ETC = [
+    "alternatives",
+    "bash.bashrc",
+    "ca-certificates",
+    "crypto-policies",
+    "inputrc",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "locale.conf",
+    "localtime",
+    "mime.types",
+    "pki",
+    "profile",
+    "ssl",
+    "terminfo",
+]
 HOME, WORK, TMP, SHARED = "/tmp/home", "/tmp/work", "/tmp", "/dev/shm"
 #: Who a box's processes are, to themselves.
 UID = GID = 1000

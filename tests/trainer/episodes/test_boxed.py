@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from scavenger.errors import ConfigError
+from tests.gateway.conftest import write_model
 from tests.trainer.episodes.interpreters import needs_verifiers, python_with_verifiers
 from tests.trainer.episodes.test_played import TEMPLATE
-from tests.gateway.conftest import write_model
 from trainer.episodes import wire
 from trainer.episodes.pool import EnvironmentPool
 from trainer.episodes.stub import stub_model
@@ -116,7 +116,8 @@ def test_a_tool_that_forks_floods_fills_or_hangs_ends_its_own_episode_only(
         "hangs": (1.0, found["hangs"].stopped_by),
     }
     assert not found["fine"].stopped_by.startswith("sandbox")
-    assert found["hangs"].finish == "length" and found["hangs"].seconds >= 40.0
+    assert found["hangs"].finish == "length"
+    assert found["hangs"].seconds >= 40.0
     for name in ("fine", "forks", "floods", "fills", "hangs"):
         assert sum(branch.trained for branch in found[name].branches) == len(WORDS), "what it said is trained"
 

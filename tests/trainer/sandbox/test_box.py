@@ -255,9 +255,9 @@ def test_files_are_those_of_the_box() -> None:
             for path, why in (("pipe", "no plain file"), ("/tmp", "no plain file"), ("none", "No such file")):
                 with pytest.raises(OSError, match=why):
                     await box.read(path)
-            with pytest.raises(OSError, match="Read-only|Permission denied|No such"):
+            with pytest.raises(OSError, match=r"Read-only|Permission denied|No such"):
                 await box.write("/usr/x", b"")
-            with pytest.raises(OSError, match="No space|too large"):
+            with pytest.raises(OSError, match=r"No space|too large"):
                 await box.write("big", bytes(20 << 20))
 
     asyncio.run(ran())
@@ -310,4 +310,5 @@ def test_a_host_without_user_namespaces_says_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="makes no box") as error:
         asyncio.run(ran())
-    assert "No permissions" in error.value.quoted and 'data.sandbox = "none"' in error.value.remedy
+    assert "No permissions" in error.value.quoted
+    assert 'data.sandbox = "none"' in error.value.remedy

@@ -1,0 +1,215 @@
+"""Agents' calls of tools on their way from a harness to an MCP server, recorded where their effects are outside.
+
+    harness --> relay /tools/ROLLOUT/SERVER/… --> MCP server (a process, a sandbox's, or elsewhere)
+                     tools/call: PUT …/tools/CALL at the gateway, then the server, then PUT …/answer, then the harness
+
+With `data.effects = "external"` a call is durable before its tool is asked, and its answer before the harness has it. An episode that is
+played again gets the recorded answers, and no tool is asked again. A call that was asked without an answer ends the episode for good:
+whether it took effect, nobody can know. A server that fails while it is asked answers with an error, which is recorded as any answer:
+a harness that tried again would ask twice.
+
+Boundary: JSON-RPC over HTTP, as MCP's streamable transport has it; the relay owns sockets and knows whose rollout is whose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from scavenger.backoff import backoff_s
+from scavenger.protocol.messages import MAX_ANSWER_BYTES
+from trainer.episodes.naming import End, ToolCalls
+
+#: Headers that are of one connection, or that this side makes anew.
+_HOP = {
+    "connection",
+    "content-length",
+    "host",
+    "keep-alive",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "accept-encoding",
+}
+_ANSWERED_HOP = _HOP | {"content-encoding"}
+#: While the gateway is away.
+AWAY_S = 900.0
+WAITS = (429, 500, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An MCP server of one rollout: its name, and where this process reaches it (with its path and query)."""
+
+    name: str
+    url: str
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The gateway's record of one episode's calls. `asker`: random, of this life of the episode's environment."""
+
+    gateway: str
+    episode: str
+    key: str
+    asker: str
+    http: httpx2.AsyncClient
+    calls: ToolCalls = field(default_factory=ToolCalls)
+
+    async def asked(self, call: str, tool: str) -> tuple[str, Any]:
+        """(state, answer) of a call that is about to be made. Raises `Refused`."""
+        body = json.dumps({"tool": tool, "asker": self.asker}).encode()
+        return await self._put(f"/episodes/{self.episode}/tools/{call}", body)
+
+    async def answered(self, call: str, answer: bytes) -> Any:
+        """What is recorded as its answer: the first that came. Raises `Refused`."""
+        return (await self._put(f"/episodes/{self.episode}/tools/{call}/answer", answer))[1]
+
+    async def _put(self, path: str, body: bytes) -> tuple[str, Any]:
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        tries, deadline = 0, asyncio.get_running_loop().time() + AWAY_S
+        while True:
+            tries += 1
+            try:
+                reply = await self.http.put(f"{self.gateway}{path}", content=body, headers=headers)
+            except httpx2.TransportError as error:
+                status, said = 503, type(error).__name__
+            else:
+                status, said = reply.status_code, reply.text
+            if status == 200:
+                found = json.loads(said)
+                return str(found["state"]), found["answer"]
+            if status not in WAITS or asyncio.get_running_loop().time() > deadline:
+                raise Refused(status, said)
+            await asyncio.sleep(backoff_s(0.1, 5.0, tries))
+
+
+class Refused(Exception):
+    """The gateway takes no record of a call."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"the gateway refused a record of a tool's call ({status}): {said[:500]}")
+        self.status = status
+
+
+def call_of(body: bytes) -> tuple[Any, str, Any] | None:
+    """(id, tool, arguments) of a JSON-RPC body that calls a tool; None for anything else, a batch too: MCP has none since 2025-06."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(asked, dict) or asked.get("method") != "tools/call" or "id" not in asked:
+        return None
+    params = asked.get("params")
+    params = params if isinstance(params, dict) else {}
+    return asked["id"], str(params.get("name", "")), params.get("arguments")
+
+
+def digest_of(server: str, tool: str, arguments: Any) -> str:
+    """Of what is asked: equal for equal calls, whatever the order of their arguments."""
+    text = json.dumps([server, tool, arguments], sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode()).hexdigest()[:40]
+
+
+def message_of(content_type: str, body: bytes, number: Any) -> dict[str, Any] | None:
+    """The JSON-RPC response to a call, out of an answer's body: JSON, or server-sent events."""
+    found = [body]
+    if content_type.startswith("text/event-stream"):
+        events = body.replace(b"\r\n", b"\n").split(b"\n\n")
+        found = [
+            b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
+            for event in events
+        ]
+    for one in found:
+        try:
+            message = json.loads(one)
+        except ValueError:
+            continue
+        if (
+            isinstance(message, dict)
+            and message.get("id") == number
+            and ("result" in message or "error" in message)
+        ):
+            return message
+    return None
+
+
+def failed(why: str) -> dict[str, Any]:
+    """A tool's answer that says why there is none, as the model reads it."""
+    return {"result": {"content": [{"type": "text", "text": f"error: {why}"}], "isError": True}}
+
+
+def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP}
+
+
+def returned(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in _ANSWERED_HOP}
+
+
+def target(server: Server, query: str) -> str:
+    """Where a request goes. What the harness adds to the query is not the server's."""
+    return server.url if not query or urlsplit(server.url).query else f"{server.url}?{query}"
+
+
+class InDoubt(Exception):
+    """A call that was asked and has no answer."""
+
+    def __init__(self, tool: str) -> None:
+        super().__init__(tool)
+        self.end = End(
+            False,
+            f"the tool {tool} was asked before its environment worker was lost, and its answer is not known: it is not asked again",
+            final=True,
+        )
+
+
+async def recorded(
+    recorder: Recorder,
+    http: httpx2.AsyncClient,
+    server: Server,
+    call: str,
+    request: httpx2.Request,
+    body: bytes,
+) -> dict[str, Any]:
+    """The `result` or `error` of a call, as the ledger has it. Raises `InDoubt`, `Refused`."""
+    asked = call_of(body)
+    assert asked is not None
+    number, tool, _ = asked
+    shown = f"{server.name}.{tool}" if server.name else tool
+    state, answer = await recorder.asked(call, shown)
+    if state == "open":
+        raise InDoubt(shown)
+    if state == "answered":
+        return dict(answer)
+    try:
+        reply = await http.send(request)
+        message = message_of(reply.headers.get("content-type", ""), reply.content, number)
+    except httpx2.TransportError as error:
+        message = failed(
+            f"the tool's server is gone ({type(error).__name__}): whether the call took effect is not known"
+        )
+    if message is None:
+        message = failed(f"the tool's server answered with status {reply.status_code} and no result")
+    kept = {name: message[name] for name in ("result", "error") if name in message}
+    data = json.dumps(kept).encode()
+    if len(data) > MAX_ANSWER_BYTES:
+        data = json.dumps(failed(f"the tool's answer has over {MAX_ANSWER_BYTES:,} bytes")).encode()
+    return dict(await recorder.answered(call, data))
+
+
+async def streamed(reply: httpx2.Response) -> AsyncIterator[bytes]:
+    """What a server sends, as it comes."""
+    try:
+        async for part in reply.aiter_bytes():
+            yield part
+    finally:
+        await reply.aclose()
