@@ -173,6 +173,10 @@ class DataSection(Section):
     """What the environment's tools (MCP servers) do to the world. `none`: nothing that lasts: an episode that is played
     again asks them again. `external`: each call is in the ledger before its tool is asked, and no tool is asked twice:
     recorded answers are used ([agents.md](agents.md#tools-with-effects-outside))."""
+    on_doubt: Literal["fail", "tell"] = "fail"
+    """With `effects = "external"`: a tool was asked, and its environment worker was lost before its answer was recorded.
+    No tool is asked again. `fail`: the episode fails for good. `tell`: the agent is told that the answer is not known,
+    as the tool's answer, and goes on."""
     sandbox: Literal["none", "bubblewrap"] = "none"
     """What runs as plain processes of an environment worker's host (a role without a `runtime`, or with `subprocess`):
     `none`: as any process of the user's. `bubblewrap`: in a box of its own for each agent
@@ -206,6 +210,8 @@ class DataSection(Section):
             )
         ):
             raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
+        if "on_doubt" in said and self.effects != "external":
+            raise ValueError('on_doubt is of effects = "external": set it, or leave on_doubt out')
         if self.effects == "external" and self.on_divergence == "restart":
             raise ValueError(
                 'effects = "external" does not go with on_divergence = "restart": an episode that begins anew asks its tools anew; '

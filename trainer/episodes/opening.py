@@ -74,6 +74,7 @@ def setup_of(config: RunConfig, endpoint: str) -> wire.Setup:
         data.episode_s,
         sandbox_of(config),
         data.effects,
+        data.on_doubt,
     )
 
 

@@ -93,11 +93,14 @@ class Relay:
         )
         self.base_url = ""
 
-    def begin(self, episode: str, key: str, setting: Setting, external: bool = False) -> Playing:
-        """`external`: its tools' effects are outside."""
+    def begin(
+        self, episode: str, key: str, setting: Setting, external: tools.OnDoubt | None = None
+    ) -> Playing:
+        """`external`: its tools' effects are outside, and what becomes of a call in doubt."""
         playing = Playing(episode, key, setting)
-        if external:
-            playing.recorder = tools.Recorder(self._gateway, episode, key, secrets.token_hex(16), self._http)
+        if external is not None:
+            asker = secrets.token_hex(16)
+            playing.recorder = tools.Recorder(self._gateway, episode, key, asker, self._http, external)
         return playing
 
     def tool(self, rollout: str, name: str, url: str) -> str:
@@ -164,22 +167,26 @@ class Relay:
         server = playing.servers.get((rollout, name)) if playing is not None else None
         if playing is None or server is None:
             return _error(401, "no tools of a rollout that is played here")
-        body = await request.body()
+        body, headers = await request.body(), tools.forwarded(request.headers)
+        recorded = playing.recorder is not None and request.method == "POST"
+        if recorded:
+            if playing.ended is not None:
+                return _error(400, playing.ended.reason)
+            try:
+                body = tools.checked(body)
+            except tools.Unreadable as error:
+                return _error(400, str(error))
+            headers["content-type"] = "application/json"
         made = self._http.build_request(
-            request.method,
-            tools.target(server, request.url.query),
-            content=body,
-            headers=tools.forwarded(request.headers),
+            request.method, tools.target(server, request.url.query), content=body, headers=headers
         )
-        asked = tools.call_of(body) if playing.recorder is not None and request.method == "POST" else None
-        if asked is not None:
+        if recorded and tools.call_of(body) is not None:
             return await self._recorded(playing, playing.agents[rollout], server, request, made, body)
         try:
             reply = await self._http.send(made, stream=True)
         except httpx2.TransportError as error:
             return _error(502, f"the tool's server is away: {type(error).__name__}")
-        headers = tools.returned(reply.headers)
-        return StreamingResponse(tools.streamed(reply), reply.status_code, headers)
+        return StreamingResponse(tools.streamed(reply), reply.status_code, tools.returned(reply.headers))
 
     def _over(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._tasks.discard(task)
@@ -215,7 +222,7 @@ class Relay:
             if not task.done():
                 return Response(status_code=499)
             found = task.result()
-            shown = True
+            shown = not gone.done()
             return JSONResponse({"jsonrpc": "2.0", "id": number, **found})
         except tools.InDoubt as doubt:
             playing.ended = playing.ended or doubt.end

@@ -4,9 +4,11 @@
                      tools/call: PUT …/tools/CALL at the gateway, then the server, then PUT …/answer, then the harness
 
 With `data.effects = "external"` a call is durable before its tool is asked, and its answer before the harness has it. An episode that is
-played again gets the recorded answers, and no tool is asked again. A call that was asked without an answer ends the episode for good:
-whether it took effect, nobody can know. A server that fails while it is asked answers with an error, which is recorded as any answer:
-a harness that tried again would ask twice.
+played again gets the recorded answers, and no tool is asked again. A call that was asked without an answer is in doubt: whether it took
+effect, nobody can know. It ends the episode for good, or the agent is told so, as `data.on_doubt` says. A server that fails while it is
+asked answers with an error, which is recorded as any answer: a harness that tried again would ask twice.
+
+Within one life, too, a tool is asked once: an answer that could not be recorded is kept here, and the harness's next try records it.
 
 Boundary: JSON-RPC over HTTP, as MCP's streamable transport has it; the relay owns sockets and knows whose rollout is whose.
 """
@@ -18,7 +20,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
@@ -42,6 +44,7 @@ _HOP = {
 _ANSWERED_HOP = _HOP | {"content-encoding"}
 #: While the gateway is away.
 AWAY_S = 900.0
+OnDoubt = Literal["fail", "tell"]
 WAITS = (429, 500, 503)
 
 
@@ -55,14 +58,20 @@ class Server:
 
 @dataclass(slots=True)
 class Recorder:
-    """The gateway's record of one episode's calls. `asker`: random, of this life of the episode's environment."""
+    """The gateway's record of one episode's calls. `asker`: random, of this life of the episode's environment. `sent`: calls whose tools
+    this life has asked, with their answers until these are recorded.
+    """
 
     gateway: str
     episode: str
     key: str
     asker: str
     http: httpx2.AsyncClient
+    on_doubt: OnDoubt = "fail"
     calls: ToolCalls = field(default_factory=ToolCalls)
+    sent: dict[str, bytes | None] = field(default_factory=dict)
+    #: A tool of this episode was asked, in this life or an earlier one.
+    any_asked: bool = False
 
     async def asked(self, call: str, tool: str) -> tuple[str, Any]:
         """(state, answer) of a call that is about to be made. Raises `Refused`."""
@@ -113,6 +122,26 @@ def call_of(body: bytes) -> tuple[Any, str, Any] | None:
     return asked["id"], str(params.get("name", "")), params.get("arguments")
 
 
+class Unreadable(Exception):
+    """What a harness sent cannot be recorded as a call, and might be one to its server."""
+
+
+def checked(body: bytes) -> bytes:
+    """A message for a server whose calls are recorded: as it is read here and not otherwise. Raises `Unreadable`.
+
+    A batch of calls, a call without an id, or text that two parsers read differently would ask a tool past the record.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Unreadable("the message is no JSON") from None
+    if not isinstance(asked, dict):
+        raise Unreadable("several messages at once: MCP has one a request since 2025-06-18")
+    if asked.get("method") == "tools/call" and "id" not in asked:
+        raise Unreadable("a call of a tool without an id has no answer")
+    return json.dumps(asked).encode()
+
+
 def digest_of(server: str, tool: str, arguments: Any) -> str:
     """Of what is asked: equal for equal calls, whatever the order of their arguments."""
     text = json.dumps([server, tool, arguments], sort_keys=True, separators=(",", ":"))
@@ -160,6 +189,10 @@ def target(server: Server, query: str) -> str:
     return server.url if not query or urlsplit(server.url).query else f"{server.url}?{query}"
 
 
+#: Of a call that was asked and has no answer.
+IN_DOUBT = "was asked before its environment worker was lost, and its answer is not known: it is not asked again"
+
+
 class InDoubt(Exception):
     """A call that was asked and has no answer."""
 
@@ -167,7 +200,7 @@ class InDoubt(Exception):
         super().__init__(tool)
         self.end = End(
             False,
-            f"the tool {tool} was asked before its environment worker was lost, and its answer is not known: it is not asked again",
+            f"the tool {tool} {IN_DOUBT}",
             final=True,
         )
 
@@ -185,11 +218,20 @@ async def recorded(
     assert asked is not None
     number, tool, _ = asked
     shown = f"{server.name}.{tool}" if server.name else tool
+    if call in recorder.sent:  # by this life; only its record is missing
+        kept_answer = recorder.sent[call]
+        if kept_answer is None:
+            raise InDoubt(shown)
+        return await _kept(recorder, call, kept_answer)
     state, answer = await recorder.asked(call, shown)
-    if state == "open":
-        raise InDoubt(shown)
+    recorder.any_asked = True
     if state == "answered":
         return dict(answer)
+    if state == "open":
+        if recorder.on_doubt == "fail":
+            raise InDoubt(shown)
+        return dict(await recorder.answered(call, json.dumps(failed(f"this call {IN_DOUBT}")).encode()))
+    recorder.sent[call] = None
     try:
         reply = await http.send(request)
         message = message_of(reply.headers.get("content-type", ""), reply.content, number)
@@ -203,7 +245,14 @@ async def recorded(
     data = json.dumps(kept).encode()
     if len(data) > MAX_ANSWER_BYTES:
         data = json.dumps(failed(f"the tool's answer has over {MAX_ANSWER_BYTES:,} bytes")).encode()
-    return dict(await recorder.answered(call, data))
+    recorder.sent[call] = data
+    return await _kept(recorder, call, data)
+
+
+async def _kept(recorder: Recorder, call: str, data: bytes) -> dict[str, Any]:
+    found = dict(await recorder.answered(call, data))
+    del recorder.sent[call]
+    return found
 
 
 async def streamed(reply: httpx2.Response) -> AsyncIterator[bytes]:

@@ -39,6 +39,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     seconds: float
     sandbox: Sandbox | None = None
     effects: str = "none"
+    on_doubt: str = "fail"
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):

@@ -40,6 +40,7 @@ from trainer.episodes import branches, wire
 from trainer.episodes.boxed import Boxed, checked, installed, limits_of, plan_of
 from trainer.episodes.naming import Setting
 from trainer.episodes.relay import Playing, Relay
+from trainer.episodes.tools import OnDoubt
 from trainer.reserved import die_with_parent
 from trainer.sandbox.box import BoxEnded
 
@@ -124,7 +125,7 @@ class Environment:
     async def play(self, ask: wire.Play) -> wire.Played:
         """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
         started = time.monotonic()
-        external = self._setup.effects == "external"
+        external = cast(OnDoubt, self._setup.on_doubt) if self._setup.effects == "external" else None
         playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence), external)
         try:
             played = await self._played(ask, playing)
@@ -142,6 +143,8 @@ class Environment:
                 gone=playing.ended.gone,
                 final=playing.ended.final,
             )
+        if played.error and playing.recorder is not None and playing.recorder.any_asked:
+            played = msgspec.structs.replace(played, final=True)  # another try would ask its tools again
         return msgspec.structs.replace(
             played,
             seconds=time.monotonic() - started,

@@ -379,6 +379,7 @@ class ToolCall:
     asker: bytes
     answer: bytes = b""
     status: ToolStatus = ToolStatus.NEW  # changed by `transition` only
+    in_doubt: bool = False  # another life has asked for it: told once
 
     def transition(self, step: ToolStep) -> None:
         """Take one legal step, or raise and change nothing."""

@@ -43,12 +43,14 @@ def asked(core: Core, run: ActiveRun, episode: Episode, body: AskTool) -> ReplyB
         return ToolState("answered", call.answer)
     if call.asker == body.asker:
         return ToolState("new")
-    core.event(
-        "tool_call_in_doubt",
-        run.id,
-        f"episode {episode.name}",
-        f"{call.tool} was asked by a worker that is gone, and no answer is known: it is not asked again",
-    )
+    if not call.in_doubt:
+        call.in_doubt = True
+        core.event(
+            "tool_call_in_doubt",
+            run.id,
+            f"episode {episode.name}",
+            f"{call.tool} was asked by a worker that is gone, and no answer is known: it is not asked again",
+        )
     return ToolState("open")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
 import pytest
 
 from scavenger.gateway import identity
-from tests.gateway.conftest import SECRET, LiveGateway
+from tests.gateway.conftest import SECRET, LiveGateway, served, write_model
 from tests.gateway.conftest import live as live  # the fixture
 from trainer.episodes import tools, wire
 from trainer.episodes.naming import ToolCalls
@@ -89,7 +91,9 @@ class Life:
 
 
 @asynccontextmanager
-async def a_life(live: LiveGateway, server: ToolServer, external: bool = True) -> AsyncIterator[Life]:
+async def a_life(
+    live: LiveGateway, server: ToolServer, external: tools.OnDoubt | None = "fail"
+) -> AsyncIterator[Life]:
     relay = Relay(str(live.http.base_url), "r", 4096)
     async with relay.serving(), httpx2.AsyncClient(timeout=60) as http:
         yield Life(
@@ -128,11 +132,30 @@ def test_without_the_setting_tools_are_asked_again_and_nothing_is_recorded(live:
     async def run() -> None:
         async with ToolServer().serving() as server:
             for number in (1, 2):
-                async with a_life(live, server, external=False) as life:
+                async with a_life(live, server, external=None) as life:
                     assert await life.text(to="x") == f"answer {number}"
 
     asyncio.run(run())
     assert rows(live) == []
+
+
+async def lost_while_the_tool_works(live: LiveGateway, server: ToolServer) -> None:
+    """A life asks, and its worker dies before the answer."""
+    came, never = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        came.set()
+        await never.wait()
+
+    server.before = hang
+    async with a_life(live, server) as one:
+        task = asyncio.create_task(one.ask(to="x"))
+        await came.wait()
+        for left in one.relay._tasks:  # as its process's end does
+            left.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    server.before = None
 
 
 def test_a_tool_that_was_asked_and_did_not_answer_before_a_loss_is_not_asked_again(live: LiveGateway) -> None:
@@ -140,25 +163,14 @@ def test_a_tool_that_was_asked_and_did_not_answer_before_a_loss_is_not_asked_aga
 
     async def run() -> Playing:
         async with ToolServer().serving() as server:
-            came, never = asyncio.Event(), asyncio.Event()
-
-            async def hang() -> None:
-                came.set()
-                await never.wait()
-
-            server.before = hang
-            async with a_life(live, server) as one:
-                task = asyncio.create_task(one.ask(to="x"))
-                await came.wait()
-                for left in one.relay._tasks:  # as its process's end does
-                    left.cancel()
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            server.before = None
+            await lost_while_the_tool_works(live, server)
             async with a_life(live, server) as two:
-                refused = await two.ask(to="x")
-                assert refused.status_code == 400
-                assert "not asked again" in refused.text
+                for _ in range(3):  # a harness tries again
+                    refused = await two.ask(to="x")
+                    assert refused.status_code == 400
+                    assert "not asked again" in refused.text
+                other = await two.ask(to="y")
+                assert other.status_code == 400, "an episode that is over asks no other tool either"
                 later = await two.http.post(
                     f"{two.relay.base_url}/inference/v1/generate", json={}, headers={"X-Session-ID": "a"}
                 )
@@ -173,6 +185,139 @@ def test_a_tool_that_was_asked_and_did_not_answer_before_a_loss_is_not_asked_aga
     assert rows(live) == [("mail.send", 1, 1)]
     kinds = [row[0] for row in live.daemon.query("SELECT kind FROM events WHERE kind LIKE 'tool%'")]
     assert kinds == ["tool_call_in_doubt"]
+    assert states(live) == ["asked"]
+    ended = live.http.delete("/episodes/e", headers=live.key("e"))
+    assert ended.status_code == 200
+    assert states(live) == ["unknown"], "whether it took effect, nobody knows"
+
+
+def states(live: LiveGateway) -> list[str]:
+    return [str(row[0]) for row in live.daemon.query("SELECT state FROM v_tool_calls ORDER BY call_id")]
+
+
+def test_an_agent_is_told_that_an_answer_is_not_known_where_the_run_says_so(live: LiveGateway) -> None:
+    async def run() -> None:
+        async with ToolServer().serving() as server:
+            await lost_while_the_tool_works(live, server)
+            for _ in range(2):
+                async with a_life(live, server, "tell") as life:
+                    found = (await life.ask(to="x")).json()["result"]
+                    assert found["isError"]
+                    assert "not asked again" in found["content"][0]["text"]
+                    assert life.playing.ended is None
+                    assert await life.text(to="y") == "answer 2"
+            assert len(server.asked) == 2
+
+    asyncio.run(run())
+    assert states(live) == ["answered"] * 2
+    kinds = [row[0] for row in live.daemon.query("SELECT kind FROM events WHERE kind LIKE 'tool%'")]
+    assert kinds == ["tool_call_in_doubt"]
+
+
+def test_an_answer_that_cannot_be_recorded_is_kept_and_its_tool_is_not_asked_again(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway dies between asking and recording, and stays away for longer than the relay waits. The harness tries again."""
+    monkeypatch.setattr(tools, "AWAY_S", 0.2)
+
+    async def run() -> None:
+        async with ToolServer().serving() as server, a_life(live, server) as life:
+            recorder = life.playing.recorder
+            assert recorder is not None
+            there = recorder.gateway
+
+            async def away() -> None:
+                recorder.gateway = "http://127.0.0.1:1"
+
+            server.before = away
+            for _ in range(2):
+                refused = await life.ask(to="x")
+                assert refused.status_code == 400
+                assert "refused a record" in refused.text
+            assert len(server.asked) == 1
+            recorder.gateway, server.before = there, None
+            assert await life.text(to="x") == "answer 1"
+            assert not recorder.sent
+            assert await life.text(to="x") == "answer 2", "that is another call"
+
+    asyncio.run(run())
+
+
+def test_a_tool_is_asked_once_though_the_daemon_dies_while_it_works(live: LiveGateway) -> None:
+    """Between asking and recording the answer: its successor has the call, takes the answer, and gives it to another life."""
+
+    async def run() -> None:
+        async with ToolServer().serving() as server:
+
+            async def die() -> None:
+                await asyncio.to_thread(live.daemon.kill)
+                await asyncio.to_thread(live.daemon.start)
+
+            server.before = die
+            async with a_life(live, server) as one:
+                assert await one.text(to="x") == "answer 1"
+            server.before = None
+            async with a_life(live, server) as two:
+                assert await two.text(to="x") == "answer 1"
+            assert len(server.asked) == 1
+
+    asyncio.run(run())
+    assert rows(live) == [("mail.send", 0, 0)]
+
+
+def test_a_tool_is_asked_once_though_the_gateway_dies_while_it_works(
+    live: LiveGateway, tmp_path: Path
+) -> None:
+    """Its successor knows nothing of the call, and takes the answer all the same."""
+    folder = write_model(tmp_path / "model")
+    first, second = (served(live.daemon, live.run, folder) for _ in range(2))
+
+    async def run() -> None:
+        with contextlib.ExitStack() as later:
+            async with ToolServer().serving() as server, a_life(live, server) as one:
+                recorder = one.playing.recorder
+                assert recorder is not None
+                recorder.gateway = str((await asyncio.to_thread(first.__enter__)).http.base_url)
+
+                async def die() -> None:
+                    await asyncio.to_thread(first.__exit__, None, None, None)
+                    asyncio.get_running_loop().call_later(0.3, arrive)
+
+                def arrive() -> None:
+                    assert recorder is not None
+                    recorder.gateway = str(later.enter_context(second).http.base_url)
+
+                server.before = die
+                assert await one.text(to="x") == "answer 1"
+                assert len(server.asked) == 1
+
+    asyncio.run(run())
+    assert rows(live) == [("mail.send", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'[{"jsonrpc":"2.0","id":7,"method":"tools/call","params":{"name":"send"}}]', "several messages"),
+        (b'{"jsonrpc":"2.0","method":"tools/call","params":{"name":"send"}}', "without an id"),
+        (b"\x1f\x8b\x08", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+    ],
+)
+def test_no_call_reaches_a_server_past_the_record(body: bytes, why: str, live: LiveGateway) -> None:
+    async def run() -> None:
+        async with ToolServer().serving() as server, a_life(live, server) as life:
+            refused = await life.http.post(life.url, content=body)
+            assert refused.status_code == 400
+            assert why in refused.text
+            assert not server.asked
+            twice = b'{"jsonrpc":"2.0","id":7,"method":"tools/list","method":"tools/call","params":{"name":"send"}}'
+            assert (await life.http.post(life.url, content=twice)).status_code == 200
+            [asked] = server.asked
+            assert asked["method"] == "tools/call", "what is read here is what is sent on"
+
+    asyncio.run(run())
+    assert len(rows(live)) == 1
 
 
 def test_a_harness_that_hangs_up_and_asks_again_gets_the_answer_of_the_first_call(live: LiveGateway) -> None:

@@ -232,7 +232,10 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "begun_at",
     ),
     "v_tool_calls": (
-        "call_id, episode_id, run_id, call, tool, length(answer) AS answer_bytes, asked_at, answered_at",
+        "call_id, episode_id, run_id, call, tool,"
+        " CASE WHEN answered_at IS NOT NULL THEN 'answered' WHEN EXISTS (SELECT 1 FROM episodes e WHERE e.episode_id ="
+        " tool_calls.episode_id AND e.state = 'open') THEN 'asked' ELSE 'unknown' END AS state,"
+        " length(answer) AS answer_bytes, asked_at, answered_at",
         "tool_calls",
         "asked_at answered_at",
     ),
