@@ -41,6 +41,8 @@ SESSION = "x-session-id"
 NAMELESS = "-"
 #: What the package sends along and the gateway has no use for: of sampling, and of the body.
 DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
+#: As the gateway's own largest.
+MOST_BODY_BYTES = 16 << 20
 #: The gateway is away, or full, or made the turn anew: asked again for as long.
 AWAY_S = 900.0
 WAITS = (429, 500, 503)
@@ -151,7 +153,10 @@ class Relay:
         playing = self._by_rollout.get(rollout)
         if playing is None:
             return _error(401, "no rollout of an episode that is played here")
-        body = _cleaned(await request.body())
+        try:
+            body = _cleaned(await _read(request))
+        except TooLarge as error:
+            return _error(413, str(error))
         call = playing.calls.next(playing.agents[rollout])
         started = time.monotonic()
         try:
@@ -167,7 +172,10 @@ class Relay:
         server = playing.servers.get((rollout, name)) if playing is not None else None
         if playing is None or server is None:
             return _error(401, "no tools of a rollout that is played here")
-        body, headers = await request.body(), tools.forwarded(request.headers)
+        try:
+            body, headers = await _read(request), tools.forwarded(request.headers)
+        except TooLarge as error:
+            return _error(413, str(error))
         recorded = playing.recorder is not None and request.method == "POST"
         if recorded:
             if playing.ended is not None:
@@ -279,6 +287,20 @@ class Relay:
 
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "episode_error", "code": status}}, status)
+
+
+class TooLarge(Exception):
+    """A body that no server here takes."""
+
+
+async def _read(request: Request) -> bytes:
+    """The body. Raises `TooLarge`: what an agent's programs send must not take this process's memory, which others share."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise TooLarge(f"a body of over {MOST_BODY_BYTES:,} bytes")
+    return bytes(body)
 
 
 async def _hung_up(request: Request) -> None:

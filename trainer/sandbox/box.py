@@ -22,7 +22,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,19 @@ from trainer.sandbox import plan as plans
 from trainer.sandbox.plan import Plan
 
 PROGRAM = Path(__file__).with_name("inside.py")
-START_S, ENDING_S = 30.0, 10.0
+START_S, ENDING_S = 30.0, 20.0
+#: Between hanging up on process 1, which ends then, and ending bubblewrap, which ends it.
+KILL_S = 2.0
 #: After a command's own end: for what its children still write to its output.
 DRAIN_S = 0.5
 READ = 64 << 10
 MOST_PACKET = 1 << 16
-#: Connections of one port that are open at once.
-MOST_CONNECTIONS = 256
+#: Connections of one port that are open at once: each takes two descriptors of its owner, which has other boxes. Beyond, they are closed.
+MOST_CONNECTIONS = 64
 REMEDY = 'install bubblewrap (0.8 or later) where environment workers run, allow user namespaces there, or set data.sandbox = "none"'
+
+
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class BoxEnded(Exception):
@@ -119,6 +124,8 @@ class Box:
         self._next = 1
         self._ready: asyncio.Future[None] | None = None
         self._servers: dict[tuple[str, int], asyncio.base_events.Server] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._kill_later: asyncio.TimerHandle | None = None
         self._said = b""
         self._errors: asyncio.Task[bytes] | None = None
         self.environment: dict[str, str] = {}
@@ -188,11 +195,12 @@ class Box:
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        # bubblewrap ends once nothing of the box is left: it is ended itself only where process 1 does not hear that it is over.
+        self._kill_later = asyncio.get_running_loop().call_later(KILL_S, self.kill)
         for server in self._servers.values():
             server.close()
+        for connection in self._connections:
+            connection.cancel()
         waiting: list[asyncio.Future[Any]] = [
             *self._replies.values(),
             *self._exits.values(),
@@ -210,6 +218,9 @@ class Box:
         if self._process is not None:
             async with asyncio.timeout(ENDING_S):
                 await self._process.wait()
+        if self._kill_later is not None:
+            self._kill_later.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
         if self._errors is not None:
             self._said, self._errors = await self._errors, None
 
@@ -403,35 +414,45 @@ class Box:
         _, fds = await self.asked("listen", port=port)
         listening = _socket(fds)
 
-        async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                there = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                writer.close()
-                return
-            await _pumped((reader, writer), there)
+        async def there() -> _Stream:
+            return await asyncio.open_connection("127.0.0.1", port)
 
-        self._servers["out", port] = await asyncio.start_server(through, sock=listening)
+        self._servers["out", port] = await asyncio.start_server(self._through(there), sock=listening)
 
     async def reach(self, port: int) -> int:
         """A port of the host's loopback that leads to the box's `port`. May be repeated."""
         if ("in", port) not in self._servers:
 
-            async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                try:
-                    _, fds = await self.asked("connect", port=port)
-                    there = await asyncio.open_connection(sock=_socket(fds))
-                except (OSError, BoxEnded):
-                    writer.close()
-                    return
-                await _pumped((reader, writer), there)
+            async def there() -> _Stream:
+                _, fds = await self.asked("connect", port=port)
+                return await asyncio.open_connection(sock=_socket(fds))
 
-            self._servers["in", port] = await asyncio.start_server(through, "127.0.0.1", 0)
+            self._servers["in", port] = await asyncio.start_server(self._through(there), "127.0.0.1", 0)
         bound: int = self._servers["in", port].sockets[0].getsockname()[1]
         return bound
 
+    def _through(
+        self, there: Callable[[], Awaitable[_Stream]]
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        """What becomes of a connection: its bytes go to one that `there` makes, and back, until the box ends."""
+        mine: set[asyncio.Task[None]] = set()
 
-_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+        async def pumped(one: _Stream) -> None:
+            try:
+                await _pumped(one, await there())
+            except (OSError, BoxEnded):
+                one[1].close()
+
+        async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(mine) >= MOST_CONNECTIONS or self.ended is not None:
+                writer.close()
+                return
+            task = asyncio.create_task(pumped((reader, writer)))
+            for tasks in (mine, self._connections):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        return through
 
 
 async def _pumped(one: _Stream, other: _Stream) -> None:
@@ -447,6 +468,10 @@ async def _pumped(one: _Stream, other: _Stream) -> None:
 
     try:
         await asyncio.gather(copied(one[0], other[1]), copied(other[0], one[1]))
+    except asyncio.CancelledError:
+        for _, writer in (one, other):
+            writer.transport.abort()
+        raise
     finally:
         for _, writer in (one, other):
             writer.close()

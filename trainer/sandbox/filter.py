@@ -4,7 +4,7 @@
     one of `REFUSED`                   -> ENOSYS, so that programs do without, as on an older kernel
     anything else                      -> allowed
 
-Refused is what takes memory that no limit of a box counts (anonymous files, System V memory), and what only widens the kernel's surface:
+Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores), and what only widens the kernel's surface:
 io_uring, BPF, keys, new mounts. Debuggers work within a box.
 
 Boundary: numbers of two architectures, from the kernel's tables; installs nothing.
@@ -20,6 +20,8 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
         0xC000003E,
         {
             "shmget": 29,
+            "semget": 64,
+            "msgget": 68,
             "mount": 165,
             "add_key": 248,
             "request_key": 249,
@@ -40,6 +42,8 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
     "aarch64": (
         0xC00000B7,
         {
+            "msgget": 186,
+            "semget": 190,
             "shmget": 194,
             "mount": 40,
             "add_key": 217,

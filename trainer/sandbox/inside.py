@@ -34,8 +34,8 @@ BYTES_OF_A_FILE = 4096
 NICE = 10
 #: Where relative paths begin (`plan.WORK`).
 WORK = "/tmp/work"
-#: Files that one process has open.
-MOST_OPEN = 1024
+#: Files that one process has open; sockets of the whole box: what they buffer is the kernel's memory, which no process has.
+MOST_OPEN, MOST_SOCKETS = 1024, 1024
 _PR_SET_DUMPABLE = 4
 
 
@@ -70,6 +70,12 @@ def used(pids: list[str]) -> tuple[int, int, float]:
     return count, max(0, memory), ticks / hertz
 
 
+def sockets() -> int:
+    """Of all processes of the box: its network has no others."""
+    with open("/proc/net/sockstat", "rb") as file:
+        return int(file.readline().split()[2])
+
+
 class Watch:
     """The limits of all processes together."""
 
@@ -97,6 +103,8 @@ class Watch:
             )
         if limits["cpu_s"] and cpu > limits["cpu_s"]:
             raise Over("cpu", f"{cpu:.1f} s of CPU time, over the limit of {limits['cpu_s']:g}")
+        if (opened := sockets()) > MOST_SOCKETS:
+            raise Over("memory", f"{opened:,} sockets are open, over the limit of {MOST_SOCKETS:,}")
         for folder in ("/tmp", "/dev/shm"):
             found = os.statvfs(folder)
             files, most = (

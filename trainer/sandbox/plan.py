@@ -22,7 +22,8 @@ from scavenger.errors import ConfigError
 
 #: The first release with `--size` and `--disable-userns`.
 OLDEST = (0, 8, 0)
-#: Of the system: programs, libraries, and what programs read of /etc. No account but the box's own, no secrets.
+#: Of the system: programs, libraries, and what programs read of /etc. No account but the box's own, no secrets: /etc/ssl and /etc/pki have
+#: private keys beside certificates, which a box of root's could read.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = [
     "alternatives",
@@ -36,9 +37,13 @@ ETC = [
     "locale.conf",
     "localtime",
     "mime.types",
-    "pki",
+    "pki/ca-trust",
+    "pki/tls/cert.pem",
+    "pki/tls/certs",
+    "pki/tls/openssl.cnf",
     "profile",
-    "ssl",
+    "ssl/certs",
+    "ssl/openssl.cnf",
     "terminfo",
 ]
 HOME, WORK, TMP, SHARED = "/tmp/home", "/tmp/work", "/tmp", "/dev/shm"
@@ -143,7 +148,8 @@ def arguments(
     ]
     argv += ["--cap-drop", "ALL", "--uid", str(UID), "--gid", str(GID), "--hostname", "box", "--clearenv"]
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(shared), "--perms", "1777", "--tmpfs", SHARED]
-    argv += ["--remount-ro", "/dev"]
+    # bubblewrap covers what it may write itself; a file of /proc/sys is also writable to whoever is root outside, whatever the box says.
+    argv += ["--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/dev"]
     argv += ["--size", str(disk), "--perms", "1777", "--tmpfs", TMP, "--dir", HOME, "--dir", WORK]
     empty = []
     for option, path in mounts(plan, exists):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import struct
+from pathlib import PurePosixPath
 
 import pytest
 
 from scavenger.errors import ConfigError
 from trainer.sandbox import filter as seccomp
-from trainer.sandbox.plan import Limits, Plan, arguments, check_version, environment, mounts
+from trainer.sandbox.plan import Limits, Plan, arguments, candidates, check_version, environment, mounts
 
 
 def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> None:
@@ -40,6 +41,14 @@ def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
     last = [place for place, one in enumerate(argv) if one == "--remount-ro"][-1]
     assert argv[last + 1] == "/", "the root itself, once everything has its place"
     assert argv[-2:] == ["--", "program"]
+
+
+def test_no_folder_of_private_keys_is_among_what_every_box_reads() -> None:
+    plan = Plan(Limits())
+    bound = {path for _, path in mounts(plan, ["/etc/ssl", "/etc/pki", *candidates(plan)])}
+    for key in ("/etc/ssl/private/host.key", "/etc/pki/tls/private/host.key", "/etc/pki/entitlement/1.pem", "/etc/munge/munge.key"):
+        assert not bound & {str(parent) for parent in PurePosixPath(key).parents}
+    assert "/etc/ssl/certs" in bound
 
 
 @pytest.mark.parametrize("said", ["bubblewrap 0.4.1", "bubblewrap 0.7.0", "", "what"])
