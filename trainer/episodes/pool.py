@@ -177,7 +177,9 @@ class EnvironmentPool:
         elif worker.playing.pop(message.episode, None) is not None:
             self._vain = 0
             lost = self._lost.pop(message.episode, 0)
-            if lost and message.error and self._setup.effects == "external":  # what the lost worker asked, stays asked
+            if (
+                lost and message.error and self._setup.effects == "external"
+            ):  # what the lost worker asked, stays asked
                 message = msgspec.structs.replace(message, final=True)
             played = [message]
         self._hand_out()

@@ -190,7 +190,9 @@ def target(server: Server, query: str) -> str:
 
 
 #: Of a call that was asked and has no answer.
-IN_DOUBT = "was asked before its environment worker was lost, and its answer is not known: it is not asked again"
+IN_DOUBT = (
+    "was asked before its environment worker was lost, and its answer is not known: it is not asked again"
+)
 
 
 class InDoubt(Exception):
@@ -198,11 +200,7 @@ class InDoubt(Exception):
 
     def __init__(self, tool: str) -> None:
         super().__init__(tool)
-        self.end = End(
-            False,
-            f"the tool {tool} {IN_DOUBT}",
-            final=True,
-        )
+        self.end = End(False, f"the tool {tool} {IN_DOUBT}", final=True)
 
 
 async def recorded(

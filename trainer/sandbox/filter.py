@@ -4,8 +4,8 @@
     one of `REFUSED`                   -> ENOSYS, so that programs do without, as on an older kernel
     anything else                      -> allowed
 
-Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores), and what only widens the kernel's surface:
-io_uring, BPF, keys, new mounts. Debuggers work within a box.
+Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores), and what only
+widens the kernel's surface: io_uring, BPF, keys, new mounts. Debuggers work within a box.
 
 Boundary: numbers of two architectures, from the kernel's tables; installs nothing.
 """

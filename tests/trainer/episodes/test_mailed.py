@@ -59,10 +59,7 @@ def setup(
 
 
 def played(live: LiveGateway, given: wire.Setup, losses: int) -> wire.Played:
-    with (
-        worker(live.daemon),
-        EnvironmentPool(given, python=Path(str(python_with_verifiers()))) as pool,
-    ):
+    with worker(live.daemon), EnvironmentPool(given, python=Path(str(python_with_verifiers()))) as pool:
         sampling: dict[str, float | int | list[str]] = {"temperature": 1.0, "max_tokens": 4}
         pool.play(wire.Play("e", identity.episode_key(SECRET, "e"), 0, 1, sampling))
         deadline = time.monotonic() + 300

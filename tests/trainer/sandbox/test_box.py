@@ -156,7 +156,8 @@ def test_no_file_of_the_kernel_can_be_written() -> None:
         python(
             """
             import os
-            for name in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/drop_caches", "/proc/sys/net/core/somaxconn", "/proc/sysrq-trigger"):
+            names = ("sys/kernel/core_pattern", "sys/vm/drop_caches", "sys/net/core/somaxconn", "sysrq-trigger")
+            for name in (f"/proc/{name}" for name in names):
                 try:
                     os.close(os.open(name, os.O_WRONLY))
                     print(name)
@@ -175,7 +176,7 @@ def test_a_program_that_hides_in_a_session_of_its_own_ends_with_its_box() -> Non
     async def ran() -> None:
         async with a_box() as box:
             hidden = "trap '' HUP TERM INT; exec sleep 87654"
-            await box.run(shell(f"(setsid bash -c \"{hidden}\" </dev/null >/dev/null 2>&1 &) ; true"), {})
+            await box.run(shell(f'(setsid bash -c "{hidden}" </dev/null >/dev/null 2>&1 &) ; true'), {})
             await until(lambda: any(runs(b"87654", path) for path in Path("/proc").glob("[0-9]*/cmdline")))
         assert not any(runs(b"87654", path) for path in Path("/proc").glob("[0-9]*/cmdline"))
 

@@ -46,7 +46,12 @@ def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
 def test_no_folder_of_private_keys_is_among_what_every_box_reads() -> None:
     plan = Plan(Limits())
     bound = {path for _, path in mounts(plan, ["/etc/ssl", "/etc/pki", *candidates(plan)])}
-    for key in ("/etc/ssl/private/host.key", "/etc/pki/tls/private/host.key", "/etc/pki/entitlement/1.pem", "/etc/munge/munge.key"):
+    for key in (
+        "/etc/ssl/private/host.key",
+        "/etc/pki/tls/private/host.key",
+        "/etc/pki/entitlement/1.pem",
+        "/etc/munge/munge.key",
+    ):
         assert not bound & {str(parent) for parent in PurePosixPath(key).parents}
     assert "/etc/ssl/certs" in bound
 
