@@ -230,7 +230,7 @@ class Relay:
             if not task.done():
                 return Response(status_code=499)
             found = task.result()
-            shown = not gone.done()
+            shown = not gone.done() and not tools.unanswered(found)
             return JSONResponse({"jsonrpc": "2.0", "id": number, **found})
         except tools.InDoubt as doubt:
             playing.ended = playing.ended or doubt.end

@@ -45,6 +45,7 @@ _ANSWERED_HOP = _HOP | {"content-encoding"}
 #: While the gateway is away.
 AWAY_S = 900.0
 OnDoubt = Literal["fail", "tell"]
+UNANSWERED = "scavenger/unanswered"
 WAITS = (429, 500, 503)
 
 
@@ -172,8 +173,21 @@ def message_of(content_type: str, body: bytes, number: Any) -> dict[str, Any] | 
 
 
 def failed(why: str) -> dict[str, Any]:
-    """A tool's answer that says why there is none, as the model reads it."""
-    return {"result": {"content": [{"type": "text", "text": f"error: {why}"}], "isError": True}}
+    """A tool's answer that says why there is none, as the model reads it. Each release of MCP takes it."""
+    result = {
+        "resultType": "complete",
+        "content": [{"type": "text", "text": f"error: {why}"}],
+        "isError": True,
+        "_meta": {UNANSWERED: True},
+    }
+    return {"result": result}
+
+
+def unanswered(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer is one of `failed`: whoever asks the same again gets it again, since the tool may have done what it was asked."""
+    result = answer.get("result")
+    meta = result.get("_meta") if isinstance(result, dict) else None
+    return isinstance(meta, dict) and meta.get(UNANSWERED) is True
 
 
 def forwarded(headers: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import pytest
 
 from scavenger.protocol.messages import (
@@ -323,10 +324,7 @@ class Schedule:
         body = ask.body
         if isinstance(body, OpenTurn):
             have = self.held.get(body.request, {})
-            body = OpenTurn(
-                *(getattr(body, f) for f in body.__struct_fields__[:-1]),
-                have=(len(have.get(0, (b"", ""))[0]) // 4,),
-            )
+            body = msgspec.structs.replace(body, have=(len(have.get(0, (b"", ""))[0]) // 4,))
         ask.conn, ask.id = self.gateway, self.bench.call_id + 1
         if isinstance(body, AskTool | AnswerTool):
             self.bench.asking[ask.id] = body
