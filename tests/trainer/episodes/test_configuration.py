@@ -37,6 +37,8 @@ def config(data: dict[str, Any], **sections: Any) -> RunConfig:
         ({"environment_workers": 2}, {}, "environment_workers is of an environment"),
         ({"episode_turns": 2}, {}, "episode_turns is of an environment"),
         ({"sandbox": "bubblewrap"}, {}, "sandbox is of an environment"),
+        ({"environment": "e", "on_doubt": "tell"}, {}, "on_doubt is of effects"),
+        ({"environment": "e", "effects": "external", "on_divergence": "restart"}, {}, "asks its tools anew"),
         ({"environment": "e"}, {"reward": {"function": "a:b"}}, "leave out reward.function"),
         ({"environment": "e"}, {"eval": {"path": "/x"}}, "held-out tasks are the task set's own"),
         (

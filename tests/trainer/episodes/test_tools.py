@@ -16,7 +16,7 @@ import pytest
 from scavenger.gateway import identity
 from tests.gateway.conftest import SECRET, LiveGateway, served, write_model
 from tests.gateway.conftest import live as live  # the fixture
-from trainer.episodes import tools, wire
+from trainer.episodes import relay, tools, wire
 from trainer.episodes.naming import ToolCalls
 from trainer.episodes.relay import Playing, Relay
 from trainer.episodes.run import Again, Lost, verdict
@@ -94,11 +94,9 @@ class Life:
 async def a_life(
     live: LiveGateway, server: ToolServer, external: tools.OnDoubt | None = "fail"
 ) -> AsyncIterator[Life]:
-    relay = Relay(str(live.http.base_url), "r", 4096)
-    async with relay.serving(), httpx2.AsyncClient(timeout=60) as http:
-        yield Life(
-            relay, relay.begin("e", identity.episode_key(SECRET, "e"), "branch", external), server, http
-        )
+    made = Relay(str(live.http.base_url), "r", 4096)
+    async with made.serving(), httpx2.AsyncClient(timeout=60) as http:
+        yield Life(made, made.begin("e", identity.episode_key(SECRET, "e"), "branch", external), server, http)
 
 
 def rows(live: LiveGateway) -> list[tuple[Any, ...]]:
@@ -380,6 +378,24 @@ def test_answers_come_as_events_too_and_what_is_no_call_passes_through(live: Liv
 
     asyncio.run(run())
     assert len(rows(live)) == 1
+
+
+def test_a_body_that_would_take_the_worker_s_memory_is_refused(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's programs reach the relay from their sandbox; other episodes share its process."""
+    monkeypatch.setattr(relay, "MOST_BODY_BYTES", 1 << 16)
+
+    async def run() -> None:
+        async with ToolServer().serving() as server, a_life(live, server) as life:
+            for path in ("inference/v1/generate", "tools/a/mail"):
+                large = await life.http.post(
+                    f"{life.relay.base_url}/{path}", content=bytes(1 << 17), headers={"X-Session-ID": "a"}
+                )
+                assert large.status_code == 413
+            assert not server.asked
+
+    asyncio.run(run())
 
 
 def test_another_episode_s_key_records_nothing(live: LiveGateway) -> None:
