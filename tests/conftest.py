@@ -63,6 +63,16 @@ def lacks_pyslurm() -> str:
     return unfit(said.split()[-1] if said.split() else "")
 
 
+@functools.cache
+def lacks_bubblewrap() -> str:
+    """Why bubblewrap makes no sandbox here, or ""."""
+    if lacks("bwrap"):
+        return lacks("bwrap")
+    argv = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return f"user namespaces are refused: {done.stderr.strip()}" if done.returncode else ""
+
+
 def faketime() -> Path | None:
     """The library that moves a process's clock."""
     return next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
@@ -82,6 +92,7 @@ SERVICES: dict[str, Callable[[], str]] = {
     "faketime": lambda: "" if faketime() else "no libfaketime here",
     "containers": lambda: lacks("ch-run") if lacks("apptainer") else "",
     "browser": lambda: lacks("chromium"),
+    "sandbox": lacks_bubblewrap,
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 

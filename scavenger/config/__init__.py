@@ -181,6 +181,7 @@ def run_of(layered: Layered) -> RunConfig:
         update={"sets": trained}
         | ({"path": base / config.data.path} if config.data.path else {})
         | ({"environment_python": base / python} if python else {})
+        | {"sandbox_readable": tuple(base / one for one in config.data.sandbox_readable)}
     )
     sets = tuple(one.model_copy(update={"path": base / one.path}) for one in config.eval.sets)
     held_out = config.eval.model_copy(

@@ -153,6 +153,8 @@ def _path(model: type[BaseModel], section: str, key: str, value: Any, base: Path
         return value
     if Path in _kinds(model, section, key) and isinstance(value, str) and value:
         return str(base / value)
+    if Path in _kinds(model, section, key) and isinstance(value, list):
+        return [str(base / one) if isinstance(one, str) and one else one for one in value]
     if isinstance(value, list) and (inner := _table(model, section, key)) is not None:
         own = {name for name, one in inner.model_fields.items() if Path in _parts(one.annotation)}
         return [

@@ -169,6 +169,30 @@ class DataSection(Section):
     """An episode whose environment worker was lost is played again from its recorded turns. What happens where the
     environment says something else than it did. `branch`: the episode goes on from there with new turns.
     `restart`: it begins anew. `fail`: it is a failed episode. The ledger has the reason."""
+    effects: Literal["none", "external"] = "none"
+    """What the environment's tools (MCP servers) do to the world. `none`: nothing that lasts: an episode that is played
+    again asks them again. `external`: each call is in the ledger before its tool is asked, and no tool is asked twice:
+    recorded answers are used ([agents.md](agents.md#tools-with-effects-outside))."""
+    on_doubt: Literal["fail", "tell"] = "fail"
+    """With `effects = "external"`: a tool was asked, and its environment worker was lost before its answer was recorded.
+    No tool is asked again. `fail`: the episode fails for good. `tell`: the agent is told that the answer is not known,
+    as the tool's answer, and goes on."""
+    sandbox: Literal["none", "bubblewrap"] = "none"
+    """What runs as plain processes of an environment worker's host (a role without a `runtime`, or with `subprocess`):
+    `none`: as any process of the user's. `bubblewrap`: in a box of its own for each agent
+    ([agents.md](agents.md#sandboxes)): no network, a read-only root without homes and keys, and the limits below."""
+    sandbox_memory_mb: Positive = 2048
+    """Memory of all processes of a box (MiB). Files that they write to /tmp are not in it."""
+    sandbox_processes: Positive = 128
+    """Processes of a box at once."""
+    sandbox_disk_mb: Positive = 512
+    """What a box may write (MiB), in memory: gone with it."""
+    sandbox_output_mb: Positive = 16
+    """Output of one command in a box (MiB)."""
+    sandbox_cpu_s: Annotated[float, Field(ge=0)] = 0.0
+    """CPU seconds of all processes of an agent's box. 0: as many as `episode_s`."""
+    sandbox_readable: Annotated[tuple[Path, ...], Allowed("paths")] = ()
+    """Further paths that a box may read, such as data or a tool's programs."""
 
     @model_validator(mode="after")
     def _environment(self) -> DataSection:
@@ -181,9 +205,18 @@ class DataSection(Section):
         if self.environment and (self.path is not None or self.sets or "task" in said):
             raise ValueError("environment brings its own tasks: leave out task, path and sets")
         if not self.environment and (
-            named := sorted(key for key in said if key.startswith(("environment_", "episode_")))
+            named := sorted(
+                key for key in said if key.startswith(("environment_", "episode_", "effects", "sandbox"))
+            )
         ):
             raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
+        if "on_doubt" in said and self.effects != "external":
+            raise ValueError('on_doubt is of effects = "external": set it, or leave on_doubt out')
+        if self.effects == "external" and self.on_divergence == "restart":
+            raise ValueError(
+                'effects = "external" does not go with on_divergence = "restart": an episode that begins anew asks its tools anew; '
+                'use "branch" or "fail"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,8 @@
     GET  /v1/models                the run's model and its context             an episode's key
     POST /episodes                 begin one: answers with its key             the gateway's admin key
     DELETE /episodes/NAME          it is over                                  the admin key, or its own
+    PUT  /episodes/NAME/tools/CALL         a tool is about to be asked         its own key
+    PUT  /episodes/NAME/tools/CALL/answer  what it answered                    its own key
     GET  /health                   200 once the daemon has answered            none
 
 An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once and what
@@ -20,6 +22,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import re
 import secrets
 import socket as sockets
 import time
@@ -65,6 +68,7 @@ BODY_S = 60.0
 #: How long a caller waits for the daemon to take its turn (s): a daemon may be restarted meanwhile.
 ACCEPT_S = 600.0
 MAX_NAME_CHARS = 256
+_CALL, _ASKER = re.compile(messages.CALL_PATTERN), re.compile(r"[0-9a-f]{32}", re.ASCII)
 #: Headers in which a caller may name its request.
 NAME_HEADERS = ("idempotency-key", "x-request-id")
 
@@ -251,6 +255,37 @@ class Gateway:
         self.conversations.forget(name)
         return JSONResponse({"episode": name, "state": "ended"})
 
+    async def ask_tool(self, request: Request) -> Response:
+        """Whether a tool is to be asked, or what it answered. The body: `tool`, a name for people; `asker`, 32 random hex digits."""
+        with self._of_a_tool(request) as (episode, call):
+            body = _parsed(await _read(request, LEAST_BODY_BYTES))
+            tool, asker = body.get("tool"), body.get("asker")
+            if not isinstance(tool, str) or not isinstance(asker, str) or not _ASKER.fullmatch(asker):
+                raise BadRequest("tool: a text, asker: 32 hex digits")
+            asked = messages.AskTool(episode, call, messages.words(tool), bytes.fromhex(asker))
+            return _state(await self.link.tool(asked))
+
+    async def answer_tool(self, request: Request) -> Response:
+        """The body is the answer, JSON. What is recorded comes back: of several answers the first."""
+        with self._of_a_tool(request) as (episode, call):
+            data = await _read(request, messages.MAX_ANSWER_BYTES)
+            try:
+                msgspec.json.decode(data)
+            except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+                raise BadRequest(f"the answer is no JSON: {error}") from None
+            return _state(await self.link.tool(messages.AnswerTool(episode, call, data)))
+
+    @contextlib.contextmanager
+    def _of_a_tool(self, request: Request) -> Iterator[tuple[str, str]]:
+        """(episode, call) of a request by the episode's own key. Raises `BadRequest`."""
+        episode, call = self.episode(request), request.path_params["call"]
+        if request.path_params["name"] != episode:
+            raise BadRequest("a key of another episode", 401, "authentication_error")
+        if not _CALL.match(call):
+            raise BadRequest(f"a call's name is of the form {messages.CALL_PATTERN}")
+        with self.counted(episode):
+            yield episode, call
+
     async def health(self, request: Request) -> Response:
         there = self.link.connected
         return JSONResponse({"daemon": "connected" if there else "away"}, 200 if there else 503)
@@ -381,6 +416,14 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+def _state(found: messages.ToolState) -> Response:
+    """As JSON; the answer is in it as it came."""
+    answer = found.answer or b"null"
+    return Response(
+        b'{"state":"' + found.state.encode() + b'","answer":' + answer + b"}", media_type="application/json"
+    )
+
+
 def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -495,6 +538,8 @@ def make_app(gateway: Gateway, stop: Callable[[], None] = lambda: None) -> Starl
         ("/v1/models", "GET", gateway.models),
         ("/episodes", "POST", gateway.begin),
         ("/episodes/{name}", "DELETE", gateway.end),
+        ("/episodes/{name}/tools/{call}", "PUT", gateway.ask_tool),
+        ("/episodes/{name}/tools/{call}/answer", "PUT", gateway.answer_tool),
         ("/health", "GET", gateway.health),
     ]
     return Starlette(

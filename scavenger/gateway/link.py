@@ -45,6 +45,10 @@ DENIED = {
 }
 
 
+#: Calls that are repeated until they are answered: the second one changes nothing.
+Repeated = messages.EndEpisode | messages.AskTool | messages.AnswerTool
+
+
 @dataclass(slots=True)
 class _Sample:
     """What is here of one sample. `logprobs`: under the sampling distribution; `raw_logprobs`: under the raw model."""
@@ -168,7 +172,7 @@ class Link:
         self._next_id = 1
         self._calls: dict[int, TurnStream | asyncio.Future[messages.ReplyBody] | None] = {}
         self._turns: dict[bytes, TurnStream] = {}
-        self._endings: dict[str, asyncio.Future[messages.ReplyBody]] = {}
+        self._asked: dict[Repeated, asyncio.Future[messages.ReplyBody]] = {}
         self.connected = False
 
     # ---------------------------------------------------------------- what the app does
@@ -192,24 +196,35 @@ class Link:
 
     async def end_episode(self, episode: str) -> None:
         """Returns once that is durable. Raises `BadRequest`."""
-        future = self._endings.get(episode)
+        await self._answer_to(messages.EndEpisode(episode))
+
+    async def tool(self, body: messages.AskTool | messages.AnswerTool) -> messages.ToolState:
+        """What the ledger has of a tool's call, once that is durable. Raises `BadRequest`."""
+        reply = await self._answer_to(body)
+        if not isinstance(reply, messages.ToolState):
+            raise BadRequest(f"the daemon answered with {type(reply).__name__}", 503, "server_error")
+        return reply
+
+    async def _answer_to(self, body: Repeated) -> messages.ReplyBody:
+        future = self._asked.get(body)
         if future is None:
-            future = self._endings[episode] = asyncio.get_running_loop().create_future()
-            self._call(messages.EndEpisode(episode), future)
+            future = self._asked[body] = asyncio.get_running_loop().create_future()
+            self._call(body, future)
         try:
             async with asyncio.timeout(GIVE_UP_S):
                 while not future.done():
                     await asyncio.wait([future], timeout=ASK_AGAIN_S)
                     if not future.done():  # the call or its reply may have been lost
-                        self._call(messages.EndEpisode(episode), future)
+                        self._call(body, future)
         except TimeoutError:
             raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
         finally:
-            if future.done() and self._endings.get(episode) is future:
-                del self._endings[episode]
+            if future.done() and self._asked.get(body) is future:
+                del self._asked[body]
         reply = future.result()
         if isinstance(reply, messages.Denied):
             raise _refusal(reply)
+        return reply
 
     @property
     def open_turns(self) -> int:
@@ -257,8 +272,8 @@ class Link:
         for turn in self._turns.values():
             if not turn.settled:
                 self._ask(turn)
-        for episode, future in self._endings.items():
-            self._call(messages.EndEpisode(episode), future)
+        for body, future in self._asked.items():
+            self._call(body, future)
 
     def _drop(self) -> None:
         self.connected = False

@@ -286,6 +286,26 @@ class TurnSampleFinished(Record, frozen=True):
     sha256: bytes
 
 
+class ToolAsked(Record, frozen=True):
+    """An agent asks a tool whose effects are outside. `call`: names the call within the episode; `asker`: the life that asks it."""
+
+    call_id: int
+    episode_id: int
+    run_id: int
+    call: str
+    tool: str
+    asker: bytes
+    at: float
+
+
+class ToolAnswered(Record, frozen=True):
+    """It answered: the first answer, which stays."""
+
+    call_id: int
+    answer: bytes
+    at: float
+
+
 # ---------------------------------------------------------------- workers, jobs, cluster
 
 
@@ -569,6 +589,17 @@ class EpisodeState(msgspec.Struct, frozen=True):
     state: str
 
 
+class ToolCallState(msgspec.Struct, frozen=True):
+    """A tool's call of an open episode. `answer`: None where none is known."""
+
+    call_id: int
+    episode_id: int
+    call: str
+    tool: str
+    asker: bytes
+    answer: bytes | None
+
+
 class WorkerState(msgspec.Struct, frozen=True):
     """A worker that joined and is not known to have left."""
 
@@ -630,5 +661,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     episodes: tuple[EpisodeState, ...] = ()
     turns: tuple[TurnBegun, ...] = ()  # of open episodes, in the order of their numbers
     turn_samples: tuple[TurnSampleFinished, ...] = ()  # of these
+    next_tool_call_id: int = 1
+    tool_calls: tuple[ToolCallState, ...] = ()  # of open episodes
     #: (sample, accepted tokens) of turns' samples that are under way; their groups have whole prompts, those of other turns none.
     turn_tokens: tuple[tuple[int, bytes], ...] = ()

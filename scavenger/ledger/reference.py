@@ -49,6 +49,7 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "logprob_bytes": "Bytes of `chunks.logprobs`.",
         "raw_logprob_bytes": "Bytes of `chunks.raw_logprobs`.",
     },
+    "v_tool_calls": {"answer_bytes": "Bytes of `tool_calls.answer`; null while no answer is known."},
     "v_cluster_polls": {"day": "Days since 1970 in UTC; joins `v_days`."},
     "v_now": {"unix_s": "The ledger's last commit: what reports take for now.", "utc": "The same to read."},
     "v_days": {

@@ -385,6 +385,30 @@ turn_samples = Table(
     **_row("a complete sample of a turn: by its digest a later turn finds what its prompt begins with"),
 )
 
+tool_calls = Table(
+    "tool_calls",
+    metadata,
+    _key("call_id", "Number of the call."),
+    _int("episode_id", "Its episode."),
+    _int("run_id", "The run."),
+    _text(
+        "call",
+        "Its name within the episode: of what was asked, and how often the agent had asked that before.",
+    ),
+    _text("tool", "The tool, as `SERVER.TOOL`."),
+    _bytes("asker", "Random, of the life of the environment worker that asked."),
+    Column(
+        "answer",
+        LargeBinary,
+        nullable=True,
+        doc="What it answered, JSON; null while no answer is known, empty once it is purged.",
+    ),
+    _time("asked_at", "When it was to be asked: durable before it was."),
+    _maybe_time("answered_at", "When its answer came; null: none did."),
+    Index("ix_tool_calls_episode", "episode_id"),
+    **_row("one call of a tool with effects outside, which is asked once"),
+)
+
 # ---------------------------------------------------------------- workers, jobs, cluster
 
 workers = Table(

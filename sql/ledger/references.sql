@@ -54,6 +54,9 @@ UNION ALL
 SELECT 'sequences of turns without their sample', count(*)
 FROM turn_samples t LEFT JOIN samples s ON s.sample_id = t.sample_id WHERE s.sample_id IS NULL
 UNION ALL
+SELECT 'calls of tools without their episode', count(*)
+FROM tool_calls c LEFT JOIN episodes e ON e.episode_id = c.episode_id AND e.run_id = c.run_id WHERE e.episode_id IS NULL
+UNION ALL
 SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
 UNION ALL
 SELECT 'steps of an attempt that was never granted', count(*)

@@ -152,6 +152,15 @@ VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content
 INSERT INTO turn_samples (sample_id, sha256)
 VALUES (:p_sample_id, :p_sha256);
 
+-- ToolAsked
+INSERT INTO tool_calls (call_id, episode_id, run_id, call, tool, asker, answer, asked_at)
+VALUES (:p_call_id, :p_episode_id, :p_run_id, :p_call, :p_tool, :p_asker, NULL, :p_at);
+
+-- ToolAnswered
+UPDATE tool_calls
+SET answer=:p_answer, answered_at=:p_at
+WHERE tool_calls.call_id = :p_call_id;
+
 -- WorkerJoined
 INSERT INTO workers (worker_id, run_id, kind, intent_id, session, incarnation, job_id, node, gpus, engine, slot,
     joined_at, reason, samples, salvaged, regenerated)

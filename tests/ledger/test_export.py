@@ -36,6 +36,7 @@ def test_every_table_is_exported_and_children_come_before_what_they_name() -> No
         ("turns", "groups"),
         ("turn_samples", "samples"),
         ("turns", "episodes"),
+        ("tool_calls", "episodes"),
         ("episodes", "runs"),
         ("gpu_allocations", "jobs"),
         ("job_states", "jobs"),

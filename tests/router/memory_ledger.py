@@ -72,6 +72,7 @@ class Ledger:
         self.episodes: dict[int, rec.EpisodeState] = {}
         self.turns: dict[int, rec.TurnBegun] = {}
         self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
+        self.tool_calls: dict[int, rec.ToolCallState] = {}
         self.prompt_bytes = 0  # stored of turns' prompts
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
@@ -156,6 +157,19 @@ class Ledger:
                 )
                 assert len(self.prompt(record.group_id)) == 4 * record.prompt_tokens
                 self.prompt_bytes += len(self.groups[record.group_id].prompt)
+            case rec.ToolAsked():
+                assert self.episodes[record.episode_id].state == "open", "a tool of an episode that ended"
+                mine = (record.episode_id, record.call)
+                for call in self.tool_calls.values():
+                    assert (call.episode_id, call.call) != mine, "a tool is asked twice"
+                self.tool_calls[record.call_id] = rec.ToolCallState(
+                    record.call_id, record.episode_id, record.call, record.tool, record.asker, None
+                )
+            case rec.ToolAnswered(call_id=call_id):
+                assert self.tool_calls[call_id].answer is None, "a tool's answer was replaced"
+                self.tool_calls[call_id] = msgspec.structs.replace(
+                    self.tool_calls[call_id], answer=record.answer
+                )
             case rec.TurnSampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "complete"
@@ -370,6 +384,12 @@ class Ledger:
             (),
             self._takes(),
             next_episode_id=after(self.episodes),
+            next_tool_call_id=after(self.tool_calls),
+            tool_calls=tuple(
+                call
+                for call in self.tool_calls.values()
+                if call.episode_id in is_open and self.episodes[call.episode_id].run_id in active
+            ),
             episodes=tuple(e for e in self.episodes.values() if e.run_id in active),
             turns=tuple(t for t in self.turns.values() if t.episode_id in is_open and t.run_id in active),
             turn_samples=tuple(

@@ -4,6 +4,8 @@
     pool.py       environment workers' processes: who plays what, and what becomes of an episode whose worker is lost
     worker.py     such a process: the package `verifiers`, which nothing else imports
     relay.py      in it: agents' calls on their way to the gateway, each with its episode's key and its name
+    tools.py      in it: agents' calls of tools, recorded where their effects are outside
+    boxed.py      in it: plain processes in sandboxes (`trainer.sandbox`)
     naming.py     names of calls, and what a call is when the environment answered otherwise; pure
     branches.py   from a played episode's graph to rows to train; pure
     wire.py       what rank 0 and a worker say to each other

@@ -9,11 +9,15 @@ its later calls are the branch's. So a third life finds the branch of the second
     name is new or known    -> answered, generated or from the ledger
     name is another call's  -> conflict(): Branch to the next one, or End of this episode
 
+Calls of tools with effects outside have names too, `AGENT.DIGEST.NUMBER`: of what is asked, and how often the agent had it answered
+before. So the same is found again whichever of several came first, and a harness that repeats a call which it lost repeats its name.
+
 Boundary: the rule alone, apart from HTTP, so that each case is tested.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,11 +35,14 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The episode is over. `again`: it is to be played anew under another name; else it failed. `gone`: the ledger has ended it."""
+    """The episode is over. `again`: it is to be played anew under another name; else it failed. `gone`: the ledger has ended it. `final`:
+    not even as another try.
+    """
 
     again: bool
     reason: str
     gone: bool = False
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,27 @@ class Call:
     @property
     def name(self) -> str:
         return f"{self.agent}.{self.number}" + (f"~{self.branch}" if self.branch else "")
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """The calls of tools of one episode. `shown`: by agent and digest, the numbers whose answers agents have; `held`: under way."""
+
+    shown: dict[tuple[int, str], set[int]] = field(default_factory=dict)
+    held: dict[tuple[int, str], set[int]] = field(default_factory=dict)
+
+    def take(self, agent: int, digest: str) -> int:
+        """The number of a call that an agent makes: the first that it has no answer of and that is not under way."""
+        shown, held = (numbers.setdefault((agent, digest), set()) for numbers in (self.shown, self.held))
+        number = next(n for n in itertools.count() if n not in shown and n not in held)
+        held.add(number)
+        return number
+
+    def give_back(self, agent: int, digest: str, number: int, *, shown: bool) -> None:
+        """The call is over. Not `shown`: the agent hung up without its answer, and may ask the same again."""
+        self.held[agent, digest].discard(number)
+        if shown:
+            self.shown[agent, digest].add(number)
 
 
 @dataclass(slots=True)

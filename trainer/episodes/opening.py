@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scavenger.client import Run
@@ -71,6 +72,27 @@ def setup_of(config: RunConfig, endpoint: str) -> wire.Setup:
         data.episode_turns,
         data.episode_tokens,
         data.episode_s,
+        sandbox_of(config),
+        data.effects,
+        data.on_doubt,
+    )
+
+
+def sandbox_of(config: RunConfig) -> wire.Sandbox | None:
+    """The run's boxes, which see neither its own folders nor the daemon's, nor keys. None: it has none."""
+    data = config.data
+    if data.sandbox == "none":
+        return None
+    hidden = [config.run.out_dir, config.run.state_dir, Path.home() / ".config" / "scavenger"]
+    hidden += [config.run.key.parent] if config.run.key is not None else []
+    return wire.Sandbox(
+        data.sandbox_memory_mb,
+        data.sandbox_processes,
+        data.sandbox_disk_mb,
+        data.sandbox_output_mb,
+        data.sandbox_cpu_s or data.episode_s,
+        tuple(str(path.absolute()) for path in data.sandbox_readable),
+        tuple(str(path.absolute()) for path in hidden),
     )
 
 

@@ -176,7 +176,11 @@ class EnvironmentPool:
             worker.ready, self.ready = True, message
         elif worker.playing.pop(message.episode, None) is not None:
             self._vain = 0
-            self._lost.pop(message.episode, None)
+            lost = self._lost.pop(message.episode, 0)
+            if (
+                lost and message.error and self._setup.effects == "external"
+            ):  # what the lost worker asked, stays asked
+                message = msgspec.structs.replace(message, final=True)
             played = [message]
         self._hand_out()
         return played
@@ -204,7 +208,9 @@ class EnvironmentPool:
                 self._waiting.append(ask)
             else:
                 why = f"its environment worker was lost {self._lost.pop(name)} times"
-                self._given_up.append(wire.Played(name, error=why))
+                # Another try would ask tools again whose effects are outside; whether any was asked, the lost worker knew.
+                final = self._setup.effects == "external"
+                self._given_up.append(wire.Played(name, error=why, final=final))
         self._start()
 
     def _hand_out(self) -> None:

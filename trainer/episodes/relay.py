@@ -6,6 +6,8 @@
 (`naming`), and asks the gateway under the episode's key with the call's name as `X-Request-Id`. So keys stay in this process, a call that
 is repeated is generated once, and an episode that is played again gets its recorded answers. It waits while gateway or daemon are away.
 
+Tools are reached through it too, by `tool`'s addresses (`tools`), where a run's tools have effects outside or its agents are in sandboxes.
+
 It listens on loopback, on a port that the system chooses; a call of an unknown rollout is refused.
 
 Boundary: HTTP within a worker; starlette, uvicorn and httpx2 come with `scavenger[gateway]` and with `verifiers`.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Generator
@@ -26,16 +29,20 @@ import httpx2
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scavenger.backoff import backoff_s
-from trainer.episodes import naming
+from trainer.episodes import naming, tools
 from trainer.episodes.naming import Calls, Setting
 
 SESSION = "x-session-id"
+#: Of a tool server without a name, in addresses.
+NAMELESS = "-"
 #: What the package sends along and the gateway has no use for: of sampling, and of the body.
 DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
+#: As the gateway's own largest.
+MOST_BODY_BYTES = 16 << 20
 #: The gateway is away, or full, or made the turn anew: asked again for as long.
 AWAY_S = 900.0
 WAITS = (429, 500, 503)
@@ -56,6 +63,11 @@ class Playing:
     seconds: float = 0.0  # that its calls took
     notes: list[str] = field(default_factory=list)
     ended: naming.End | None = None
+    recorder: tools.Recorder | None = None  # where its tools' effects are outside
+    servers: dict[tuple[str, str], tools.Server] = field(default_factory=dict)  # by rollout and name
+    asking: dict[str, asyncio.Task[dict[str, Any]]] = field(
+        default_factory=dict
+    )  # tools, by their calls' names
 
     def taken(self) -> list[tuple[str, int]]:
         """The calls that it consists of, with the version that answered each."""
@@ -76,14 +88,27 @@ class Relay:
     def __init__(self, gateway: str, model: str, context_length: int) -> None:
         self._gateway, self._model, self._context_length = gateway.rstrip("/"), model, context_length
         self._by_rollout: dict[str, Playing] = {}
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
         self._http = httpx2.AsyncClient(
             timeout=httpx2.Timeout(None, connect=10.0),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         )
         self.base_url = ""
 
-    def begin(self, episode: str, key: str, setting: Setting) -> Playing:
-        return Playing(episode, key, setting)
+    def begin(
+        self, episode: str, key: str, setting: Setting, external: tools.OnDoubt | None = None
+    ) -> Playing:
+        """`external`: its tools' effects are outside, and what becomes of a call in doubt."""
+        playing = Playing(episode, key, setting)
+        if external is not None:
+            asker = secrets.token_hex(16)
+            playing.recorder = tools.Recorder(self._gateway, episode, key, asker, self._http, external)
+        return playing
+
+    def tool(self, rollout: str, name: str, url: str) -> str:
+        """The address by which a rollout that has begun reaches a tool's server at `url`."""
+        self._by_rollout[rollout].servers[rollout, name or NAMELESS] = tools.Server(name, url)
+        return f"{self.base_url}/tools/{rollout}/{name or NAMELESS}"
 
     def agent(self, playing: Playing, rollout: str) -> int:
         """A rollout of the episode begins. Its number among them."""
@@ -101,6 +126,7 @@ class Relay:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/inference/v1/generate", self._call, methods=["POST"]),
             Route("/v1/chat/completions", self._call, methods=["POST"]),
+            Route("/tools/{rollout}/{server}", self._tool, methods=["GET", "POST", "DELETE"]),
         ]
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
@@ -127,13 +153,99 @@ class Relay:
         playing = self._by_rollout.get(rollout)
         if playing is None:
             return _error(401, "no rollout of an episode that is played here")
-        body = _cleaned(await request.body())
+        try:
+            body = _cleaned(await _read(request))
+        except TooLarge as error:
+            return _error(413, str(error))
         call = playing.calls.next(playing.agents[rollout])
         started = time.monotonic()
         try:
             return await self._asked(playing, call, request.url.path, body)
         finally:
             playing.seconds += time.monotonic() - started
+
+    # ---------------------------------------------------------------- tools
+
+    async def _tool(self, request: Request) -> Response:
+        rollout, name = request.path_params["rollout"], request.path_params["server"]
+        playing = self._by_rollout.get(rollout)
+        server = playing.servers.get((rollout, name)) if playing is not None else None
+        if playing is None or server is None:
+            return _error(401, "no tools of a rollout that is played here")
+        try:
+            body, headers = await _read(request), tools.forwarded(request.headers)
+        except TooLarge as error:
+            return _error(413, str(error))
+        recorded = playing.recorder is not None and request.method == "POST"
+        if recorded:
+            if playing.ended is not None:
+                return _error(400, playing.ended.reason)
+            try:
+                body = tools.checked(body)
+            except tools.Unreadable as error:
+                return _error(400, str(error))
+            headers["content-type"] = "application/json"
+        made = self._http.build_request(
+            request.method, tools.target(server, request.url.query), content=body, headers=headers
+        )
+        if recorded and tools.call_of(body) is not None:
+            return await self._recorded(playing, playing.agents[rollout], server, request, made, body)
+        try:
+            reply = await self._http.send(made, stream=True)
+        except httpx2.TransportError as error:
+            return _error(502, f"the tool's server is away: {type(error).__name__}")
+        return StreamingResponse(tools.streamed(reply), reply.status_code, tools.returned(reply.headers))
+
+    def _over(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be waiting for it
+
+    async def _recorded(
+        self,
+        playing: Playing,
+        agent: int,
+        server: tools.Server,
+        request: Request,
+        made: httpx2.Request,
+        body: bytes,
+    ) -> Response:
+        """Answer a call of a tool that is asked once. Whoever hangs up leaves the call running, and finds it when it asks again."""
+        assert playing.recorder is not None
+        number, tool, arguments = tools.call_of(body) or (None, "", None)
+        digest = tools.digest_of(server.name, tool, arguments)
+        place = playing.recorder.calls.take(agent, digest)
+        name, shown = f"{agent}.{digest}.{place}", False
+        task = playing.asking.get(name)
+        if task is None:
+            task = asyncio.create_task(
+                tools.recorded(playing.recorder, self._http, server, name, made, body), name=name
+            )
+            playing.asking[name] = task
+            self._tasks.add(task)  # it is recorded whoever still wants it
+            task.add_done_callback(self._over)
+        gone = asyncio.create_task(_hung_up(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return Response(status_code=499)
+            found = task.result()
+            shown = not gone.done() and not tools.unanswered(found)
+            return JSONResponse({"jsonrpc": "2.0", "id": number, **found})
+        except tools.InDoubt as doubt:
+            playing.ended = playing.ended or doubt.end
+            return _error(400, doubt.end.reason)
+        except tools.Refused as refused:
+            if refused.status == 410:
+                playing.ended = naming.End(True, "the ledger has ended an episode of this name", gone=True)
+            return _error(400, str(refused))
+        finally:
+            gone.cancel()
+            if task.done():
+                playing.asking.pop(name, None)
+            playing.recorder.calls.give_back(agent, digest, place, shown=shown)
+
+    # ---------------------------------------------------------------- the model
 
     async def _asked(self, playing: Playing, call: naming.Call, path: str, body: bytes) -> Response:
         give_up, tries, given_up = time.monotonic() + AWAY_S, 0, 0
@@ -175,6 +287,26 @@ class Relay:
 
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "episode_error", "code": status}}, status)
+
+
+class TooLarge(Exception):
+    """A body that no server here takes."""
+
+
+async def _read(request: Request) -> bytes:
+    """The body. Raises `TooLarge`: what an agent's programs send must not take this process's memory, which others share."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise TooLarge(f"a body of over {MOST_BODY_BYTES:,} bytes")
+    return bytes(body)
+
+
+async def _hung_up(request: Request) -> None:
+    """Until the caller of a request whose body was read is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _cleaned(body: bytes) -> bytes:

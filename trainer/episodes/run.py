@@ -115,12 +115,14 @@ def verdict(
 ) -> Keep | Again | Lost:
     """What becomes of an episode that is over. `wrong_weights`: why its turns are not the step's. `lives`, `failures`: before this one.
 
-    A failure is tried again, as a reward function's is (`reward.retries`). Other lives end for reasons of ours, and there is a bound to
-    them too: an episode that never comes to its end holds up its step.
+    A failure is tried again, unless it is final, as a reward function's is (`reward.retries`). Other lives end for reasons of ours, and
+    there is a bound to them too: an episode that never comes to its end holds up its step.
     """
     why = played.again or ("" if played.error else wrong_weights)
     if why:
         return Again(why, False) if lives < MOST_LIVES else Lost(f"{why}, {lives + 1} times")
+    if played.error and played.final:
+        return Lost(f"failed: {played.error}")
     if played.error:
         return Again(played.error, True) if failures < retries else Lost(f"failed: {played.error}")
     if not played.branches:

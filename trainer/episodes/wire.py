@@ -11,6 +11,18 @@ from __future__ import annotations
 import msgspec
 
 
+class Sandbox(msgspec.Struct, frozen=True):
+    """The boxes in which plain processes run. Limits as `trainer.sandbox.plan.Limits`; `readable`, `hidden`: paths."""
+
+    memory_mb: int
+    processes: int
+    disk_mb: int
+    output_mb: int
+    cpu_s: float
+    readable: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """Of a run. `arguments`, `renderer`: JSON. `seconds`, `turns`, `tokens`: of an agent in an episode at most, 0 = no bound."""
 
@@ -25,6 +37,9 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     turns: int
     tokens: int
     seconds: float
+    sandbox: Sandbox | None = None
+    effects: str = "none"
+    on_doubt: str = "fail"
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):
@@ -60,10 +75,11 @@ class Branch(msgspec.Struct, frozen=True):
 
 class Played(msgspec.Struct, frozen=True, tag="played"):
     """An episode is over. `error`: why it counts for nothing. `again`: why it must be played anew, under another name; `gone`: because the
-    ledger has ended this one. `note`: what else was found, such as where it branched.
+    ledger has ended this one. `final`: nor is another try made of one that failed. `note`: what else was found, such as where it branched.
 
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
     "length" where a limit ended it, else "stop".
+    `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`.
     """
 
     episode: str
@@ -80,6 +96,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     output: str = ""
     again: str = ""
     gone: bool = False
+    final: bool = False
     note: str = ""
 
 

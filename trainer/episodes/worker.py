@@ -26,9 +26,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from blake3 import blake3
@@ -36,9 +37,12 @@ from blake3 import blake3
 from scavenger.errors import ConfigError
 from trainer.algorithms.rewards import framed, read_frame
 from trainer.episodes import branches, wire
+from trainer.episodes.boxed import Boxed, checked, installed, limits_of, plan_of
 from trainer.episodes.naming import Setting
 from trainer.episodes.relay import Playing, Relay
+from trainer.episodes.tools import OnDoubt
 from trainer.reserved import die_with_parent
+from trainer.sandbox.box import BoxEnded
 
 #: From the first release with this API to the one after.
 OLDEST, BEFORE = (0, 4, 0), (0, 5, 0)
@@ -108,10 +112,10 @@ class Tasks:
 class Environment:
     """The run's environment, and how one episode of it is played."""
 
-    def __init__(self, setup: wire.Setup, relay: Relay) -> None:
+    def __init__(self, setup: wire.Setup, relay: Relay, boxed: Boxed | None = None) -> None:
         """Raises `ConfigError` where it cannot be loaded."""
         check_version(_installed())
-        self._setup, self._relay = setup, relay
+        self._setup, self._relay, self._boxed = setup, relay, boxed
         self.env, self.tasks = _loaded(setup)
 
     def ready(self) -> wire.Ready:
@@ -121,7 +125,8 @@ class Environment:
     async def play(self, ask: wire.Play) -> wire.Played:
         """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
         started = time.monotonic()
-        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence))
+        external = cast(OnDoubt, self._setup.on_doubt) if self._setup.effects == "external" else None
+        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence), external)
         try:
             played = await self._played(ask, playing)
         except Exception as error:  # noqa: BLE001  the environment's own code
@@ -136,7 +141,10 @@ class Environment:
                 error="" if playing.ended.again else reason,
                 again=reason if playing.ended.again else "",
                 gone=playing.ended.gone,
+                final=playing.ended.final,
             )
+        if played.error and playing.recorder is not None and playing.recorder.any_asked:
+            played = msgspec.structs.replace(played, final=True)  # another try would ask its tools again
         return msgspec.structs.replace(
             played,
             seconds=time.monotonic() - started,
@@ -159,6 +167,10 @@ class Environment:
         )
         context = vf.ModelContext(self._setup.name, client, vf.SamplingConfig(**ask.sampling))
         episode = await self.env.run_episode(self.tasks[ask.task], context, on_trace=begun)
+        over = self._boxed.of([trace.id for trace in episode.traces]) if self._boxed is not None else None
+        if not episode.ok and over is not None:
+            # What the agent did, no failure of its environment: to be trained, not tried again.
+            return result_of(ask.episode, episode, playing, over)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             last = errors[-1] if errors else None
@@ -168,16 +180,21 @@ class Environment:
         return result_of(ask.episode, episode, playing)
 
 
-def result_of(name: str, episode: Any, playing: Playing) -> wire.Played:
-    """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards."""
+def result_of(name: str, episode: Any, playing: Playing, over: BoxEnded | None = None) -> wire.Played:
+    """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards.
+
+    `over`: the limit of its sandbox that an agent reached: nobody can reward such an episode, and its reward is 0.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     paths = [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
-    rewards = [float(trace.reward) for trace in traces]
+    rewards = [0.0 if over is not None else float(trace.reward) for trace in traces]
     reward = math.fsum(rewards) / len(rewards) if rewards else math.nan
     if not math.isfinite(reward):
         return wire.Played(name, error=f"its reward is {reward}" if rewards else "no agent of it trains")
     taken = playing.taken()
-    stopped = [trace.stop_condition or "" for trace in traces]
+    stopped = (
+        [f"sandbox:{over.limit}"] if over is not None else [trace.stop_condition or "" for trace in traces]
+    )
     return wire.Played(
         name,
         reward,
@@ -262,6 +279,46 @@ def _source(name: str) -> str:
 # ---------------------------------------------------------------- the process
 
 
+def tools_by(relay: Relay, *, boxed: bool) -> None:
+    """From now on, agents reach their tools' servers through the relay, which records what is to be recorded.
+
+    Raises `ConfigError` for a release of the package that serves tools otherwise.
+    """
+    from verifiers.v1 import rollout
+
+    served = vars(rollout).get("serve_tools")
+    if served is None:
+        raise ConfigError(
+            "data.effects: this release of verifiers serves tools otherwise",
+            'pip install "verifiers==0.4.0" for data.environment_python',
+        )
+
+    @contextlib.asynccontextmanager
+    async def through(toolsets: Any, runtime: Any, *args: Any, **more: Any) -> AsyncIterator[dict[str, str]]:
+        colocated = {one.server_name for one in toolsets if one.config.colocated and not one.config.url}
+        async with served(toolsets, runtime, *args, **more) as urls:
+            found = {}
+            for name, url in urls.items():
+                if name in colocated and boxed:  # its port is one of the box
+                    inner = urlsplit(url)
+                    url = f"{await runtime.expose(inner.port)}{inner.path}"
+                found[name] = runtime.host_url(relay.tool(more["state_route"], name, url))
+            yield found
+
+    vars(rollout)["serve_tools"] = through
+
+
+async def _boxes(setup: wire.Setup) -> Boxed | None:
+    """Sandboxes for plain processes, where the run has them. Raises `ConfigError` where there can be none."""
+    told = setup.sandbox
+    if told is None:
+        return None
+    check_version(_installed())
+    limits = limits_of(told, setup.seconds + GRACE_S)
+    plan = plan_of(limits, told.readable, told.hidden, Path.home())
+    return installed(plan, await checked(plan))
+
+
 def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], None]) -> None:
     """Read frames until the end, which is None."""
     while (frame := read_frame(source.read)) is not None:
@@ -287,7 +344,10 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
         return 0
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
-        environment = await asyncio.to_thread(Environment, setup, relay)
+        boxed = await _boxes(setup)
+        if boxed is not None or setup.effects == "external":
+            tools_by(relay, boxed=boxed is not None)
+        environment = await asyncio.to_thread(Environment, setup, relay, boxed)
     except ConfigError as error:
         told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))
         return 2

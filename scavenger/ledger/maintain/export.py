@@ -32,6 +32,7 @@ MANIFEST = "export.json"
 CONTENTS: dict[str, frozenset[str]] = {
     "chunks": frozenset({"tokens", "logprobs", "raw_logprobs", "routing"}),
     "groups": frozenset({"prompt", "meta"}),
+    "tool_calls": frozenset({"answer"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
 _COMMON = frozenset(
@@ -48,6 +49,7 @@ ORDER = (
     "samples",
     "turns",
     "groups",
+    "tool_calls",
     "episodes",
     "steps",
     "checkpoints",

@@ -24,7 +24,17 @@ from scavenger.ledger import redaction, store
 from scavenger.ledger.faults import FINAL, classify, explain, remedy
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reports import utc
-from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples, steps, turn_samples, turns
+from scavenger.ledger.schema import (
+    chunks,
+    groups,
+    runs,
+    sample_ends,
+    samples,
+    steps,
+    tool_calls,
+    turn_samples,
+    turns,
+)
 from scavenger.ledger.write.transaction import open_connection
 
 T = TypeVar("T")
@@ -253,5 +263,7 @@ def _take_names(connection: sa.Connection, run_id: int) -> None:
 def _finish(connection: sa.Connection, run_id: int, name: str, now: float) -> None:
     _lock(connection, run_id, name)
     _take_names(connection, run_id)
+    answered = (tool_calls.c.run_id == run_id, tool_calls.c.answer.is_not(None))
+    connection.execute(sa.update(tool_calls).where(*answered).values(answer=b""))
     words = sa.case((runs.c.reason != "", PURGED), else_=runs.c.reason)
     connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now, reason=words))

@@ -235,6 +235,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
         turn_samples = tuple(
             _struct(r.TurnSampleFinished, row) for row in _ask(connection, "snapshot_turn_samples")
         )
+        tool_calls = tuple(_struct(r.ToolCallState, row) for row in _ask(connection, "snapshot_tool_calls"))
         groups, turn_tokens = _with_whole_prompts(connection, groups, {turn.group_id for turn in turns})
         (ids,) = _ask(connection, "next_ids")
         return r.Snapshot(
@@ -250,6 +251,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             episodes=episodes,
             turns=turns,
             turn_samples=turn_samples,
+            tool_calls=tool_calls,
             turn_tokens=turn_tokens,
         )
 

@@ -406,6 +406,15 @@ KINDS: dict[type[Record], Kind] = {
     r.TurnSampleFinished: _kind(
         _insert(t.turn_samples, **_fields("sample_id sha256")), creates="turn_samples"
     ),
+    r.ToolAsked: _kind(
+        _insert(
+            t.tool_calls, **_fields("call_id episode_id run_id call tool asker"), answer=None, asked_at=":at"
+        ),
+        creates="tool_calls",
+    ),
+    r.ToolAnswered: _kind(
+        _update(t.tool_calls, "call_id", **_fields("answer"), answered_at=":at"), uses="tool_calls"
+    ),
     r.WorkerJoined: _kind(
         _insert(
             t.workers,

@@ -7,7 +7,7 @@
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
-    gateway -> daemon   Call of OpenTurn, EndEpisode, GatewayPing; TurnTokens come back, as often as tokens become durable
+    gateway -> daemon   Call of OpenTurn, AskTool, AnswerTool, EndEpisode, GatewayPing; TurnTokens come as tokens become durable
 
 Owns the vocabulary, the packing of tokens and the bounds. Must not know a socket, a clock or a policy. `common` holds the parts and bounds,
 `worker`, `trainer` and `gateway` the conversations, `codec` the frames; all code imports from here. Token ids travel as little-endian
@@ -61,11 +61,16 @@ from scavenger.protocol.messages.common import (
     words,
 )
 from scavenger.protocol.messages.gateway import (
+    CALL_PATTERN,
     EPISODE_PATTERN,
+    MAX_ANSWER_BYTES,
     MAX_TURN_SAMPLES,
+    AnswerTool,
+    AskTool,
     EndEpisode,
     GatewayPing,
     OpenTurn,
+    ToolState,
     TurnAccepted,
     TurnTokens,
     named_request,
@@ -142,8 +147,10 @@ from scavenger.protocol.messages.worker import (
 )
 
 __all__ = [
+    "CALL_PATTERN",
     "EPISODE_PATTERN",
     "GATEWAY_BODIES",
+    "MAX_ANSWER_BYTES",
     "MAX_CALL_SAMPLES",
     "MAX_CONFIG_CHARS",
     "MAX_GROUP_SAMPLES",
@@ -161,6 +168,8 @@ __all__ = [
     "TURN",
     "Accepted",
     "Ack",
+    "AnswerTool",
+    "AskTool",
     "Asleep",
     "Assign",
     "Attach",
@@ -231,6 +240,7 @@ __all__ = [
     "ToDaemon",
     "ToTrainer",
     "ToWorker",
+    "ToolState",
     "Trained",
     "TurnAccepted",
     "TurnTokens",

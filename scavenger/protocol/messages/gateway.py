@@ -1,5 +1,7 @@
 """What a gateway and the daemon say to each other: a turn is asked for, its tokens are streamed, its episode ends.
 
+Tools with effects outside are asked once: `AskTool` is durable before one is asked, `AnswerTool` before its answer is shown.
+
 A gateway's calls travel as a trainer's do (`Call`, `Reply`) under the key that owns the run, and name no attempt: a turn outlives its
 trainer. Every call may be repeated; the daemon knows a turn by its `request`.
 """
@@ -7,7 +9,7 @@ trainer. Every call may be repeated; the daemon knows a turn by its `request`.
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,6 +20,11 @@ MAX_TURN_SAMPLES = 64
 #: Names an episode within its run.
 EPISODE_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\Z"
 EpisodeName = Annotated[str, msgspec.Meta(pattern=EPISODE_PATTERN)]
+#: Names a call of a tool within its episode: of what the agent asked, and how often it had asked that before.
+CALL_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.~-]{0,127}\Z"
+CallName = Annotated[str, msgspec.Meta(pattern=CALL_PATTERN)]
+#: Bytes of a tool's answer.
+MAX_ANSWER_BYTES = 1 << 20
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
@@ -47,6 +54,35 @@ class EndEpisode(Message, frozen=True):
     """The episode is over: its open turns are given up, and it takes no more."""
 
     episode: EpisodeName
+
+
+class AskTool(Message, frozen=True):
+    """An agent is about to ask a tool whose effects are outside. Answered by `ToolState`.
+
+    `asker`: random, of one life of the environment worker: its own repeat is no second call. `tool`: its name, for people.
+    """
+
+    episode: EpisodeName
+    call: CallName
+    tool: BoundedText
+    asker: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class AnswerTool(Message, frozen=True):
+    """What the tool answered. The first answer that comes is the call's: it is in the reply, `ToolState`, whatever this one is."""
+
+    episode: EpisodeName
+    call: CallName
+    answer: Annotated[bytes, msgspec.Meta(max_length=MAX_ANSWER_BYTES)]
+
+
+class ToolState(Message, frozen=True):
+    """What the ledger has of a call. `new`: ask the tool now, this once. `open`: somebody else asked it, and no answer is known.
+    `answered`: with this `answer`.
+    """
+
+    state: Literal["new", "open", "answered"]
+    answer: bytes = b""
 
 
 class GatewayPing(Message, frozen=True):

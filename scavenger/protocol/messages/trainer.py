@@ -28,11 +28,14 @@ from scavenger.protocol.messages.common import (
     WeightSource,
 )
 from scavenger.protocol.messages.gateway import (
+    AnswerTool,
+    AskTool,
     EndEpisode,
     EpisodeName,
     GatewayPing,
     OpenTurn,
     Sha256,
+    ToolState,
     TurnAccepted,
     TurnTokens,
 )
@@ -271,11 +274,13 @@ CallBody = (
     | CloseRun
     | Ping
     | OpenTurn
+    | AskTool
+    | AnswerTool
     | EndEpisode
     | GatewayPing
 )
 #: A gateway's bodies, which need no attempt.
-GATEWAY_BODIES = (OpenTurn, EndEpisode, GatewayPing)
+GATEWAY_BODIES = (OpenTurn, AskTool, AnswerTool, EndEpisode, GatewayPing)
 
 
 class Call(Message, frozen=True):
@@ -351,7 +356,7 @@ class Deferred(Message, frozen=True):
     reason: BoundedText
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | Deferred | TurnAccepted
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | Deferred | TurnAccepted | ToolState
 
 
 class Reply(Message, frozen=True):

@@ -140,6 +140,10 @@ def _check_run(core: Core, run: ActiveRun) -> None:
 
 
 def _check_turns(core: Core, run: ActiveRun) -> None:
+    answers = sum(len(c.answer) for e in run.turns.episodes.values() for c in e.tools.values())
+    assert run.turns.answer_bytes == answers, (
+        f"run {run.id}: {run.turns.answer_bytes} bytes of tools' answers counted, {answers} are kept"
+    )
     kept = [group for episode in run.turns.episodes.values() for group in episode.turns.values()]
     assert run.turns.groups == len(kept), (
         f"run {run.id}: {run.turns.groups} turns counted, {len(kept)} are kept"

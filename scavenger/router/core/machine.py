@@ -22,6 +22,8 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import NewPolicy
 from scavenger.protocol.messages import (
+    AnswerTool,
+    AskTool,
     Asleep,
     Awake,
     Chunks,
@@ -78,7 +80,19 @@ from scavenger.router.core.tables import Core
 #: every run.
 _QUIET = frozenset({Committed, CoreTick, Heard, TopologyRead, GarbageReceived})
 _QUIET_MESSAGES = frozenset(
-    {Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping, OpenTurn, EndEpisode, GatewayPing}
+    {
+        Chunks,
+        Heartbeat,
+        Yielded,
+        WeightsLoaded,
+        Awake,
+        Ping,
+        OpenTurn,
+        AskTool,
+        AnswerTool,
+        EndEpisode,
+        GatewayPing,
+    }
 )
 
 

@@ -35,7 +35,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
     """Rebuild everything that a restarted daemon needs; open leases stay with their holders, who have not come back yet."""
     core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
     core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
-    core.next_episode_id = snapshot.next_episode_id
+    core.next_episode_id, core.next_tool_call_id = snapshot.next_episode_id, snapshot.next_tool_call_id
     by_id: dict[int, ActiveRun] = {}
     for state in snapshot.runs:
         run = _restore_run(core, state)

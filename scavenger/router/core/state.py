@@ -30,6 +30,7 @@ from scavenger.router.core.transitions import (
     EPISODE_TRANSITIONS,
     MEMORY_TRANSITIONS,
     SAMPLE_TRANSITIONS,
+    TOOL_TRANSITIONS,
     UNFINISHED,
     WORKER_TRANSITIONS,
     EpisodeStatus,
@@ -39,6 +40,8 @@ from scavenger.router.core.transitions import (
     MemoryStep,
     SampleStatus,
     SampleStep,
+    ToolStatus,
+    ToolStep,
     WorkerStatus,
     WorkerStep,
 )
@@ -358,12 +361,32 @@ class Episode:
     turns: dict[bytes, Group] = field(default_factory=dict)
     numbers: int = 0  # the number of its last turn
     prefixes: Prefixes = field(default_factory=Prefixes)  # what its next prompts may begin with
+    tools: dict[str, ToolCall] = field(default_factory=dict)  # by their names
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""
         target = EPISODE_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"episode {self.id} is {self.status} and cannot {step}")
+        self.status = target
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a tool with effects outside. `asker`: the life of the environment worker that asks it. `answer`: JSON, once it is known."""
+
+    id: int
+    tool: str
+    asker: bytes
+    answer: bytes = b""
+    status: ToolStatus = ToolStatus.NEW  # changed by `transition` only
+    in_doubt: bool = False  # another life has asked for it: told once
+
+    def transition(self, step: ToolStep) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = TOOL_TRANSITIONS[self.status].get(step)
+        if target is None:
+            raise IllegalTransition(f"call {self.id} of a tool is {self.status} and cannot {step}")
         self.status = target
 
 
@@ -377,6 +400,7 @@ class RunTurns:
         default_factory=OrderedDict
     )  # names of those that ended, the newest last
     groups: int = 0  # turns in memory
+    answer_bytes: int = 0  # of tools' answers in memory
     open: dict[int, Group] = field(default_factory=dict)
     queue: TurnQueue = field(default_factory=TurnQueue)
     peak: int = 0

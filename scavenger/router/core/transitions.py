@@ -7,10 +7,12 @@ All state machines of the router are here, and nothing else:
     worker   WorkerStatus -> WorkerStep -> WorkerStatus    in WORKER_TRANSITIONS
     memory   Memory -> MemoryStep -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
     episode  EpisodeStatus -> EpisodeStep -> EpisodeStatus in EPISODE_TRANSITIONS
+    tool     ToolStatus -> ToolStep -> ToolStatus          in TOOL_TRANSITIONS, of a call of a tool with effects outside
 
 A worker's status and its memory move together: MEMORY_ALLOWED says how, and `audit` checks it after every event of a test.
 
-`Sample.transition`, `Worker.transition`, `Worker.transition_memory` and `Episode.transition` (`state`) look a step up and raise
+`Sample.transition`, `Worker.transition`, `Worker.transition_memory`, `Episode.transition` and `ToolCall.transition` (`state`)
+look a step up and raise
 `IllegalTransition`, changing nothing, where the table has none. Pure.
 """
 
@@ -216,4 +218,29 @@ EPISODE_TRANSITIONS: dict[EpisodeStatus, dict[EpisodeStep, EpisodeStatus]] = {
     EpisodeStatus.NEW: {EpisodeStep.OPEN: EpisodeStatus.OPEN, EpisodeStep.RESTORE_ENDED: EpisodeStatus.ENDED},
     EpisodeStatus.OPEN: {EpisodeStep.END: EpisodeStatus.ENDED},
     EpisodeStatus.ENDED: {},
+}
+
+
+class ToolStatus(StrEnum):
+    """A call of a tool with effects outside."""
+
+    NEW = "new"
+    ASKED = (
+        "asked"  # by one life of an environment worker; whether it has been, nobody knows before it answers
+    )
+    ANSWERED = "answered"
+
+
+class ToolStep(StrEnum):
+    """What happens to such a call."""
+
+    ASK = "ask"
+    ANSWER = "answer"
+
+
+#: What may happen to a tool's call. It is asked once, and its first answer stays.
+TOOL_TRANSITIONS: dict[ToolStatus, dict[ToolStep, ToolStatus]] = {
+    ToolStatus.NEW: {ToolStep.ASK: ToolStatus.ASKED},
+    ToolStatus.ASKED: {ToolStep.ANSWER: ToolStatus.ANSWERED},
+    ToolStatus.ANSWERED: {},
 }

@@ -24,6 +24,8 @@ from scavenger.policy import affinity
 from scavenger.policy.affinity import Placed
 from scavenger.protocol.messages import (
     TURN,
+    AnswerTool,
+    AskTool,
     CommitStep,
     Denied,
     EndEpisode,
@@ -35,7 +37,7 @@ from scavenger.protocol.messages import (
     ReplyBody,
     TurnAccepted,
 )
-from scavenger.router.core import decision_log, samples
+from scavenger.router.core import decision_log, samples, tools
 from scavenger.router.core.prefixes import Parent, Point
 from scavenger.router.core.state import ActiveRun, CachedAt, Episode, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
@@ -62,7 +64,9 @@ UNSERVED_S = 120.0
 DEMAND_HOLD_S = 120.0
 
 
-def called(core: Core, conn: int, run: ActiveRun, body: OpenTurn | EndEpisode | GatewayPing) -> ReplyBody:
+def called(
+    core: Core, conn: int, run: ActiveRun, body: OpenTurn | AskTool | AnswerTool | EndEpisode | GatewayPing
+) -> ReplyBody:
     """Answer a gateway's call."""
     if isinstance(body, GatewayPing):
         return Pong(core.generation)
@@ -75,10 +79,39 @@ def called(core: Core, conn: int, run: ActiveRun, body: OpenTurn | EndEpisode | 
         if episode is not None:
             _end(core, run, episode, "ended", "its gateway ended it")
         return Ok()
+    if isinstance(body, AskTool | AnswerTool):
+        return _tool(core, run, body)
     return _open_turn(core, conn, run, body)
 
 
 # ---------------------------------------------------------------- asked for
+
+
+def _tool(core: Core, run: ActiveRun, body: AskTool | AnswerTool) -> ReplyBody:
+    refusal = _over(run, body.episode)
+    if refusal is not None:
+        return refusal
+    episode = run.turns.episodes.get(body.episode)
+    if episode is None:
+        if len(run.turns.episodes) >= MAX_OPEN_EPISODES:
+            return _too_many_episodes()
+        episode = _begin(core, run, body.episode)
+    if isinstance(body, AskTool):
+        return tools.asked(core, run, episode, body)
+    return tools.answered(core, run, episode, body)
+
+
+def _over(run: ActiveRun, episode: str) -> Denied | None:
+    if run.ended or run.stopped:
+        why = f"the run is over: {run.stopped}" if run.stopped else "the run has ended"
+        return Denied("invalid", why, run.stop_remedy or "open the run again")
+    if episode in run.turns.ended:
+        return Denied("ended", f"episode {episode!r} has ended", "begin another episode")
+    return None
+
+
+def _too_many_episodes() -> Denied:
+    return Denied("full", f"over {MAX_OPEN_EPISODES:,} episodes are open", "end those that are over")
 
 
 def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBody:
@@ -113,11 +146,8 @@ def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBo
 
 def _fault(run: ActiveRun, episode: Episode | None, body: OpenTurn) -> Denied | None:
     """Why a new turn is not made."""
-    if run.ended or run.stopped:
-        why = f"the run is over: {run.stopped}" if run.stopped else "the run has ended"
-        return Denied("invalid", why, run.stop_remedy or "open the run again")
-    if body.episode in run.turns.ended:
-        return Denied("ended", f"episode {body.episode!r} has ended", "begin another episode")
+    if (refusal := _over(run, body.episode)) is not None:
+        return refusal
     if not run.weights.versions:
         return Denied("full", "no weights are published yet", "try again when the run's trainer has begun")
     length = len(body.prompt) // 4
@@ -130,7 +160,7 @@ def _fault(run: ActiveRun, episode: Episode | None, body: OpenTurn) -> Denied | 
         )
         return Denied("invalid", why, "lower max_tokens, or shorten the prompt")
     if episode is None and len(run.turns.episodes) >= MAX_OPEN_EPISODES:
-        return Denied("full", f"over {MAX_OPEN_EPISODES:,} episodes are open", "end those that are over")
+        return _too_many_episodes()
     if episode is not None and len(episode.turns) >= MAX_EPISODE_TURNS:
         return Denied(
             "full", f"episode {body.episode!r} has {MAX_EPISODE_TURNS:,} turns", "begin another one"
@@ -498,6 +528,7 @@ def _end(
         samples.forget(core, group)
     run.turns.groups -= len(episode.turns)
     episode.turns.clear()
+    tools.forget(run, episode)
     del run.turns.episodes[episode.name]
     _note_ended(run, episode.name)
     core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
@@ -544,6 +575,7 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         else:
             episode.transition(EpisodeStep.RESTORE_ENDED)
             _note_ended(run, state.name)
+    tools.restore(runs, by_id, snapshot)
     for begun in snapshot.turns:
         if begun.episode_id in by_id:
             by_id[begun.episode_id].numbers = max(by_id[begun.episode_id].numbers, begun.number)

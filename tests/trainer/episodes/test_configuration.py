@@ -36,6 +36,9 @@ def config(data: dict[str, Any], **sections: Any) -> RunConfig:
         ({"environment": "e", "task": "jsonl", "path": "/x"}, {}, "leave out task and path"),
         ({"environment_workers": 2}, {}, "environment_workers is of an environment"),
         ({"episode_turns": 2}, {}, "episode_turns is of an environment"),
+        ({"sandbox": "bubblewrap"}, {}, "sandbox is of an environment"),
+        ({"environment": "e", "on_doubt": "tell"}, {}, "on_doubt is of effects"),
+        ({"environment": "e", "effects": "external", "on_divergence": "restart"}, {}, "asks its tools anew"),
         ({"environment": "e"}, {"reward": {"function": "a:b"}}, "leave out reward.function"),
         ({"environment": "e"}, {"eval": {"path": "/x"}}, "held-out tasks are the task set's own"),
         (
@@ -65,6 +68,25 @@ def test_a_worker_is_told_the_run_s_limits() -> None:
         9.0,
     )
     assert (found.endpoint, found.on_divergence, found.context_length) == ("http://here", "branch", 64)
+
+
+def test_a_sandbox_sees_neither_the_run_s_folders_nor_keys() -> None:
+    assert setup_of(config({"environment": "e"}), "http://here").sandbox is None
+    found = setup_of(
+        config(
+            {
+                "environment": "e",
+                "sandbox": "bubblewrap",
+                "episode_s": 9,
+                "sandbox_disk_mb": 3,
+                "sandbox_readable": ["/data"],
+            }
+        ),
+        "http://here",
+    ).sandbox
+    assert found is not None
+    assert (found.disk_mb, found.cpu_s, found.readable) == (3, 9.0, ("/data",))
+    assert {"/s", "/o", str(Path.home() / ".config" / "scavenger")} <= set(found.hidden)
 
 
 def test_a_local_try_is_refused_with_what_to_do() -> None:
@@ -148,8 +170,9 @@ def test_an_interpreter_is_named_relative_to_the_run_s_file(tmp_path: Path) -> N
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nname="r"\nsteps=1\nstate_dir="s"\nout_dir="o"\n[model]\npath="m"\ncontext_length=64\n[sampling]\nmax_tokens=8\n'
-        '[data]\nenvironment="e"\nenvironment_python="envs/bin/python"\n'
+        '[data]\nenvironment="e"\nenvironment_python="envs/bin/python"\nsandbox_readable=["tools", "/data"]\n'
     )
+    assert read_run(path).data.sandbox_readable == (tmp_path / "tools", Path("/data"))
     assert read_run(path).data.environment_python == tmp_path / "envs/bin/python"
     assert read_run(path, (), [f"data.environment_python={sys.executable}"]).data.environment_python == Path(
         sys.executable

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scavenger.errors import ConfigError, RewardError
@@ -98,6 +99,29 @@ def test_an_episode_that_ends_each_worker_is_given_up_and_the_others_are_not(tmp
         found = {p.episode: p.error for p in all_of(one, 2)}
         assert found["fine"] == ""
         assert "lost 5 times" in found["kills"]
+
+
+@pytest.mark.parametrize("effects", ["none", "external"])
+def test_a_failure_after_a_loss_is_final_where_tools_have_effects_outside(
+    effects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the lost worker had asked, nobody knows: another try would ask it again."""
+    monkeypatch.setitem(globals(), "SETUP", msgspec.structs.replace(SETUP, effects=effects))
+    once = tmp_path / "once"
+    play = f"""
+    if ask.episode == "fails" and not os.path.exists({str(once)!r}):
+        open({str(once)!r}, "x").close()
+        os.kill(os.getpid(), 9)
+    if ask.episode == "kills":
+        os._exit(3)
+    tell(wire.Played(ask.episode, error="failed"))
+    """
+    with pool(tmp_path, play, count=1, concurrency=1) as one:
+        for name in ("fails", "untouched", "kills"):
+            one.play(ask(name))
+        found = {p.episode: p.final for p in all_of(one, 3)}
+    external = effects == "external"
+    assert found == {"fails": external, "untouched": False, "kills": external}
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:

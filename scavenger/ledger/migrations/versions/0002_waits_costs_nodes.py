@@ -63,6 +63,17 @@ KEYED: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "turn_samples": ("sample_id", ("bytes sha256",)),
+    "tool_calls": (
+        "call_id",
+        (
+            "int episode_id run_id",
+            "text call tool",
+            "bytes asker",
+            "bytes? answer",
+            "time asked_at",
+            "time? answered_at",
+        ),
+    ),
 }
 INDEXES: dict[str, tuple[str, str]] = {
     "ix_other_users_waits_job": ("other_users_waits", "job_id"),
@@ -72,6 +83,7 @@ INDEXES: dict[str, tuple[str, str]] = {
     "ix_node_quarantines_node": ("node_quarantines", "node"),
     "ix_episodes_run": ("episodes", "run_id state"),
     "ix_turns_episode": ("turns", "episode_id"),
+    "ix_tool_calls_episode": ("tool_calls", "episode_id"),
 }
 
 # Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
@@ -218,6 +230,14 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "group_id, episode_id, run_id, number, begun_at, parent_id, prefix_len, prompt_tokens",
         "turns",
         "begun_at",
+    ),
+    "v_tool_calls": (
+        "call_id, episode_id, run_id, call, tool,"
+        " CASE WHEN answered_at IS NOT NULL THEN 'answered' WHEN EXISTS (SELECT 1 FROM episodes e WHERE e.episode_id ="
+        " tool_calls.episode_id AND e.state = 'open') THEN 'asked' ELSE 'unknown' END AS state,"
+        " length(answer) AS answer_bytes, asked_at, answered_at",
+        "tool_calls",
+        "asked_at answered_at",
     ),
     # One row a sample of a turn. Seconds count from when the turn was asked for; of an open sample the later ones are null.
     "v_episode_turns": (

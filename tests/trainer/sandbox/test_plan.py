@@ -1,0 +1,104 @@
+"""What bubblewrap is asked for: mounts in their order, releases that it takes, the system calls that a box refuses."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from pathlib import PurePosixPath
+
+import pytest
+
+from scavenger.errors import ConfigError
+from trainer.sandbox import filter as seccomp
+from trainer.sandbox.plan import Limits, Plan, arguments, candidates, check_version, environment, mounts
+
+
+def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> None:
+    plan = Plan(Limits(), ("/p/you/code", "/p/you/code/out/data"), ("/p/you/code/out", "/p/you/keys"))
+    found = mounts(plan, ["/usr", *plan.readable, *plan.hidden])
+    assert found == [
+        ("--ro-bind", "/usr"),
+        ("--ro-bind", "/p/you/code"),
+        ("--tmpfs", "/p/you/code/out"),
+        ("--ro-bind", "/p/you/code/out/data"),
+    ], "what is in no bound folder is not there anyway"
+
+
+def test_a_folder_of_the_run_cannot_be_made_readable() -> None:
+    plan = Plan(Limits(), ("/p/out",), ("/p/out",))
+    with pytest.raises(ConfigError, match="which no box may see"):
+        mounts(plan, ["/p/out"])
+
+
+def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
+    plan = Plan(Limits(disk_mb=7), ("/data",))
+    argv = arguments(plan, ["/usr", "/data"], ["program"], filter_fd=3, passwd_fd=4, group_fd=5)
+    assert "--bind" not in argv
+    assert "--dev-bind" not in argv
+    assert "--unshare-all" in argv
+    assert "--share-net" not in argv
+    assert ("--size", str(7 << 20)) in list(itertools.pairwise(argv))
+    last = [place for place, one in enumerate(argv) if one == "--remount-ro"][-1]
+    assert argv[last + 1] == "/", "the root itself, once everything has its place"
+    assert argv[-2:] == ["--", "program"]
+
+
+def test_no_folder_of_private_keys_is_among_what_every_box_reads() -> None:
+    plan = Plan(Limits())
+    bound = {path for _, path in mounts(plan, ["/etc/ssl", "/etc/pki", *candidates(plan)])}
+    for key in (
+        "/etc/ssl/private/host.key",
+        "/etc/pki/tls/private/host.key",
+        "/etc/pki/entitlement/1.pem",
+        "/etc/munge/munge.key",
+    ):
+        assert not bound & {str(parent) for parent in PurePosixPath(key).parents}
+    assert "/etc/ssl/certs" in bound
+
+
+@pytest.mark.parametrize("said", ["bubblewrap 0.4.1", "bubblewrap 0.7.0", "", "what"])
+def test_a_release_that_bounds_no_disk_is_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="cannot bound") as found:
+        check_version(said)
+    assert "0.8" in found.value.remedy
+
+
+def test_later_releases_are_taken() -> None:
+    check_version("bubblewrap 0.8.0\n")
+    check_version("bubblewrap 0.11.0")
+
+
+def test_a_box_has_none_of_its_owner_s_secrets() -> None:
+    found = environment(
+        {"PATH": "/x", "OPENAI_API_KEY": "k", "HF_TOKEN": "t", "SCAVENGER_KEY": "s", "HOME": "/root"}
+    )
+    assert found["PATH"] == "/x"
+    assert not {"OPENAI_API_KEY", "HF_TOKEN", "SCAVENGER_KEY"} & found.keys()
+    assert found["HOME"] == "/tmp/home"
+
+
+def verdict(machine: str, audit: int, number: int) -> int:
+    """The program's answer, by a machine of the four instructions that it has."""
+    code = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
+    at, loaded = 0, 0
+    while True:
+        what, yes, no, k = code[at]
+        at += 1
+        if what == 0x06:
+            return int(k)
+        if what == 0x20:
+            loaded = audit if k == 4 else number
+        else:
+            taken = loaded == k if what == 0x15 else loaded >= k
+            at += yes if taken else no
+
+
+@pytest.mark.parametrize("machine", sorted(seccomp.REFUSED))
+def test_the_filter_refuses_what_its_table_names_and_nothing_else(machine: str) -> None:
+    audit, refused = seccomp.REFUSED[machine]
+    numbers = set(refused.values())
+    for number in range(600):
+        wanted = seccomp.ENOSYS if number in numbers else seccomp.ALLOW
+        assert verdict(machine, audit, number) == wanted, number
+    assert verdict(machine, audit, seccomp.X32 + 1) == seccomp.ENOSYS
+    assert verdict(machine, audit ^ 1, 1) == seccomp.KILL
