@@ -317,6 +317,57 @@ def test_a_socket_is_asked_by_its_names_only(tmp_path: Path) -> None:
         assert TestClient(app).get("/", headers={"Host": host}).status_code == code, host
 
 
+def test_a_page_of_elsewhere_makes_a_browser_ask_nothing(tmp_path: Path) -> None:
+    """An image on any page could make a socket's server search, and one of another port of this host has the cookie too."""
+    url = ledger(tmp_path)
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    ours = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
+    for token in (None, TOKEN):
+        client = TestClient(web.make_app(url, token), headers=BEARER, base_url="http://localhost")
+        for site in ("cross-site", "same-site"):
+            asked = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
+            for path in ("/runs/1/search?q=w", "/live", "/static/web.js"):
+                assert client.get(path, headers=asked).status_code == 403, (token, path)
+        for asked in (link, ours, {}):
+            reply = client.get("/", headers=asked)
+            assert reply.status_code == 200
+            assert reply.headers["cross-origin-resource-policy"] == "same-origin"
+            assert reply.headers["cross-origin-opener-policy"] == "same-origin"
+
+
+def test_the_cookie_is_for_tls_alone_where_the_proxy_has_it(tmp_path: Path) -> None:
+    app = web.make_app(ledger(tmp_path), TOKEN)
+    for base, secure in (("https://site.example", True), ("http://localhost", False)):
+        reply = TestClient(app, base_url=base).get(f"/?token={TOKEN}", follow_redirects=False)
+        assert ("Secure" in reply.headers["set-cookie"]) is secure
+
+
+def test_a_page_that_takes_long_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    site = web.Site(ledger(tmp_path), 5.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: object) -> str:
+        begun.set()
+        assert go_on.wait(60)
+        return "of before the change"
+
+    waiting = threading.Thread(target=site.page, args=("/slow", slow))
+    waiting.start()
+    assert begun.wait(60)
+    found: list[object] = []
+    other = threading.Thread(target=lambda: found.extend((site.page("/", lambda c: "shown"), site.pulse())))
+    other.start()
+    other.join(30)
+    site._forget()
+    go_on.set()
+    waiting.join()
+    assert found[0] == "shown"
+    assert found[1] is not None
+    assert site.page("/slow", lambda c: "of after it") == "of after it", (
+        "what was read before a change is not kept"
+    )
+
+
 def test_the_poller_outlives_a_ledger_that_cannot_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +11,11 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
-import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from scavenger.web import app as web
 from scavenger.web import export
+from tests.web.servers import serving
 from tests.web.sites import ledger
 from tests.web.test_app import PATHS, TOKEN
 
@@ -36,20 +33,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    url = ledger(tmp_path_factory.mktemp("site"))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        app = web.make_app(url, TOKEN)
-        options = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-        server = web._Server(options, app.state.site)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serving(ledger(tmp_path_factory.mktemp("site")), TOKEN) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def opened(context: BrowserContext, complaints: list[str]) -> Page:
