@@ -3,7 +3,7 @@
 All viewers share one poller and one cache: a page is asked of the ledger once for each change, whoever reads it. The ledger is opened anew
 for each page, so a daemon may go, come back, or have its ledger replaced.
 
-Boundary: starlette and uvicorn are imported here, and uvicorn in `connections`, and nowhere else in this folder.
+Boundary: starlette is imported here and nowhere else in this folder, and uvicorn in `connections`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import sqlalchemy as sa
-import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.middleware import Middleware
@@ -42,8 +41,9 @@ from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError
 from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
 from scavenger.protocol import keys
-from scavenger.web import pages, questions, render
-from scavenger.web.connections import Connection
+from scavenger.web import pages, questions, render, steps
+from scavenger.web.connections import Server
+from scavenger.web.panels import Page, Panel, ask
 
 HERE = Path(__file__).parent
 COOKIE = "scavenger_web"
@@ -210,7 +210,7 @@ class Site:
         """Differs after each transaction of the writer; None where the ledger cannot be read."""
         try:
             with connected(self._url) as connection:
-                return tuple(pages.ask(connection, questions.filled(questions.PULSE))[0].values())
+                return tuple(ask(connection, questions.filled(questions.PULSE))[0].values())
         except (ScavengerError, OSError):
             return None
 
@@ -249,6 +249,13 @@ def _number(request: Request, name: str, default: int) -> int:
     return min(int(given), _MOST_ID) if given.isascii() and given.isdigit() and len(given) < 20 else default
 
 
+def _runs(request: Request) -> list[int]:
+    """Numbers of runs to compare, each once, in their order."""
+    given = request.query_params.get("runs", "")[:200].split(",")
+    found = [int(one) for one in given if one.isascii() and one.isdigit() and len(one) < 19]
+    return list(dict.fromkeys(found))[: questions.MOST_COMPARED]
+
+
 class _IdConvertor(Convertor[int]):
     """A whole number that a database holds: longer ones are no path of ours."""
 
@@ -275,7 +282,7 @@ def make_app(
     prefix = root_path.rstrip("/")
 
     def show(
-        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], pages.Page]
+        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page]
     ) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
@@ -284,12 +291,12 @@ def make_app(
                     key(request), lambda connection: render.served(build(request, connection), prefix, here)
                 )
             except OSError as error:
-                shown = pages.Page("Not shown", (pages.Panel("Why", empty=describe(error)[:2_000]),))
+                shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
                 return HTMLResponse(render.served(shown, prefix, here), 503)
             except ScavengerError as error:
                 code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
                 said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
-                shown = pages.Page("Not shown", (pages.Panel("Why", empty=printable(said)[:2_000]),))
+                shown = Page("Not shown", (Panel("Why", empty=printable(said)[:2_000]),))
                 return HTMLResponse(render.served(shown, prefix, here), code)
             return HTMLResponse(html)
 
@@ -297,7 +304,7 @@ def make_app(
 
     def only(request: Request) -> str:
         given = request.query_params.get("only", "all")
-        return given if given in pages.FILTERS else "all"
+        return given if given in steps.FILTERS else "all"
 
     def step_key(q: Request) -> str:
         return f"step {q.path_params} {only(q)} {_number(q, 'bin', -1)}"
@@ -335,11 +342,21 @@ def make_app(
             "/runs/{run:id}/steps/{step:id}",
             show(
                 step_key,
-                lambda q, c: pages.step(
+                lambda q, c: steps.step(
                     c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
                 ),
             ),
         ),
+        Route(
+            "/runs/{run:id}/steps/{step:id}/since/{since:id}",
+            show(
+                path_key,
+                lambda q, c: steps.changed(
+                    c, q.path_params["run"], q.path_params["step"], q.path_params["since"]
+                ),
+            ),
+        ),
+        Route("/compare", show(lambda q: f"compare {_runs(q)}", lambda q, c: pages.compare(c, _runs(q)))),
         Route(
             "/runs/{run:id}/search",
             show(
@@ -381,11 +398,12 @@ def make_app(
 
 
 async def _news(site: Site) -> AsyncIterator[str]:
-    """Server-sent events: one for each change, and a comment every 20 s that keeps proxies from closing the connection."""
+    """Server-sent events: how many changes there were, one for each change, and a comment every 20 s that keeps proxies from closing
+    the connection."""
     site.viewers += 1
     seen = site.changes
     try:
-        yield ": hello\n\n"
+        yield f"event: now\ndata: {seen}\n\n"
         while True:
             try:
                 async with asyncio.timeout(20), site.changed:
@@ -434,31 +452,6 @@ def _remove(path: Path) -> None:
         raise ConfigError(f"{path} cannot be removed: {error.strerror}", "give another --socket") from error
 
 
-class _Server(uvicorn.Server):
-    """Ends the viewers' connections first, which would otherwise be open when it stops."""
-
-    def __init__(self, options: uvicorn.Config, site: Site) -> None:
-        super().__init__(options)
-        self._site = site
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._site.close()
-        await super().shutdown(sockets)
-
-
-def options_of(app: ASGIApp) -> uvicorn.Config:
-    """uvicorn's: it bounds what comes before a request's body to 64 KiB, and `Connection` the time."""
-    return uvicorn.Config(
-        app,
-        access_log=False,  # an address may hold the token
-        log_level="error",  # of what is no HTTP there would be a line each
-        server_header=False,
-        timeout_graceful_shutdown=1,
-        http=Connection,
-        ws="none",
-    )
-
-
 def serve(
     url: str,
     *,
@@ -494,7 +487,7 @@ def serve(
     app = make_app(url, token, interval_s=interval_s, root_path=root_path, hosts=hosts)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
-            _Server(options_of(app), app.state.site).run(sockets=[listening])
+            Server(app, app.state.site.close).run(sockets=[listening])
     finally:
         listening.close()
         if unix is not None and unix.exists() and unix.lstat().st_ino == ours:  # no successor's

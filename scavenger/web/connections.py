@@ -5,14 +5,17 @@
 uvicorn waits for a request for ever, and each byte of one begins its waiting anew. Here a request's head has a time of its own, and of the
 connections that wait for one the oldest gives way to a new one: a viewer sends its request at once.
 
-Boundary: what uvicorn does with a socket; knows no page.
+Boundary: what uvicorn does with a socket, and it is imported here and nowhere else in this folder; knows no page.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 #: Seconds for a request's head, from the connection or the reply before it.
@@ -87,3 +90,25 @@ class Connection(H11Protocol):
 
 def _since(one: Any) -> float:
     return float(one.waiting_since or 0.0)
+
+
+class Server(uvicorn.Server):
+    """Serves `app` to sockets that listen. `before_end` lets the viewers' connections end, which would otherwise be open when it stops."""
+
+    def __init__(self, app: Any, before_end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                access_log=False,  # an address may hold the token
+                log_level="error",  # of what is no HTTP there would be a line each
+                server_header=False,
+                timeout_graceful_shutdown=1,
+                http=Connection,
+                ws="none",
+            )
+        )
+        self._before_end = before_end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._before_end()
+        await super().shutdown(sockets)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from scavenger.web import app as web
+from scavenger.web.connections import Server
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def serving(url: str, token: str | None) -> Iterator[int]:
         listening.bind(("127.0.0.1", 0))
         listening.listen(128)
         app = web.make_app(url, token)
-        server = web._Server(web.options_of(app), app.state.site)
+        server = Server(app, app.state.site.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

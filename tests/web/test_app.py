@@ -36,6 +36,8 @@ PATHS = (
     "/groups/10",
     "/runs/1/search?q=w",
     "/samples/11",
+    "/compare?runs=1",
+    "/runs/1/steps/2/since/1",
     "/harm",
     "/decisions",
     "/decisions/1",
@@ -202,6 +204,9 @@ def test_hostile_text_is_text_on_every_page(tmp_path: Path, monkeypatch: pytest.
         ("/runs/x", 404),
         ("/nowhere", 404),
         ("/static/../app.py", 404),
+        ("/compare?runs=99", 404),
+        ("/runs/99/steps/2/since/1", 404),
+        (f"/compare?runs=1,,x,{'9' * 100},1", 200),
         (f"/decisions?before={'9' * 100}", 200),
         ("/decisions?before=x", 200),
         ("/runs/1/steps/1?only=x&bin=99", 200),
@@ -264,7 +269,7 @@ def test_viewers_are_told_of_a_change_and_one_poller_asks(
         return heard
 
     heard = asyncio.run(play())
-    assert heard[:20] == [": hello\n\n"] * 20
+    assert heard[:20] == ["event: now\ndata: 0\n\n"] * 20
     assert all(one.startswith("event: changed\n") for one in heard[20:])
 
 
@@ -398,6 +403,25 @@ def test_a_metric_hides_no_column_and_many_metrics_cost_little(tmp_path: Path) -
     assert 'href="/runs/1/steps/50"' in said
     assert "/steps/77" not in said
     assert len(said) < 400_000
+
+
+def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> None:
+    big = "<b>\x1b[2J" + "w" * 10_000_000
+    more: list[r.Record] = [
+        r.Decision(big, "none", big, big, json.dumps({"decision": big}), T0 + 60, "code"),
+        r.Event("note", 1, big, big, "{}", T0 + 60),
+        r.StepCommitted(1, 50, "train", 1, 1, json.dumps({"reward": 1.0, big: 1.0}), T0 + 60),
+        r.RunEnded(1, "failed", big, T0 + 61),
+    ]
+    client = TestClient(web.make_app(ledger(tmp_path, more=[more]), TOKEN), headers=BEARER)
+    newest = re.findall(r'href="(/decisions/\d+)"', client.get("/decisions").text)[0]
+    for path in ("/", "/runs/1", "/runs/1/steps/50", "/decisions", newest):
+        began = time.monotonic()
+        reply = client.get(path)
+        assert time.monotonic() - began < 20, path
+        assert (reply.status_code, "\x1b" in reply.text) == (200, False), path
+        assert len(reply.text) < 400_000, path
+        assert ("&lt;b&gt;" in reply.text) is (path != "/runs/1/steps/50"), path
 
 
 def test_a_reward_at_the_end_of_what_a_double_holds_is_no_bin(tmp_path: Path) -> None:
