@@ -21,6 +21,8 @@ from tests.web.sites import ledger
 from tests.web.test_app import PATHS, TOKEN
 
 pytestmark = pytest.mark.browser
+# A sample's page starts a process: on a busy machine that takes longer than the 5 s that are the default.
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")

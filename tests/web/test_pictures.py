@@ -24,6 +24,8 @@ from tests.web import pictured
 from tests.web.servers import serving
 
 pytestmark = pytest.mark.browser
+# A sample's page starts a process: on a busy machine that takes longer than the 5 s that are the default.
+expect.set_options(timeout=60_000)
 TOKEN = "t" * 32
 #: The name of the picture, its page, and how much of it is shown.
 PICTURES = {
