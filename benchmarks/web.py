@@ -83,6 +83,8 @@ def paths(samples: int) -> dict[str, str]:
         "a run": "/runs/1",
         "a step": f"/runs/1/steps/{last}",
         "a step, best first": f"/runs/1/steps/{last}?only=best",
+        "changed since": f"/runs/1/steps/{last}/since/1",
+        "runs compared": "/compare?runs=1",
         "a group": f"/groups/{samples // 16}",
         "a sample": f"/samples/{samples // 2}",
         "a search": "/runs/1/search?q=w17",

@@ -264,7 +264,7 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
             ("scavenger/weights/delta.py", "zstandard"),
             ("scavenger/observe/otlp.py", "opentelemetry"),
             ("scavenger/web/app.py", "starlette"),
-            ("scavenger/web/app.py", "uvicorn"),
+            ("scavenger/web/connections.py", "uvicorn"),
             ("scavenger/top/app.py", "textual"),
         )
     ]

@@ -104,6 +104,8 @@ def test_tables_of_one_key_are_filled_one_by_one(run: Path) -> None:
     ("text", "told"),
     [
         ("algorithm", "sets no key"),
+        ("learning_rate=3", "sets no key: write optimizer.lr"),
+        ("lr=3", "sets no key: did you mean optimizer.lr?"),
         ("algorithm=1", "sets no key"),
         ("algorithm..name=1", "sets no key"),
         ("optimizer.learning_rate=1", "--set: unknown key 'optimizer.learning_rate': write optimizer.lr"),

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from scavenger.config import unknown_keys
 from scavenger.errors import ConfigError
 
 #: The origin of keys that the command line sets.
@@ -74,8 +75,9 @@ def setting(model: type[BaseModel], text: str) -> tuple[str, str, list[str], Any
     name, equals, raw = text.partition("=")
     parts = [part.strip() for part in name.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
+        near = unknown_keys.hint(model, parts) if equals and parts[0] not in model.model_fields else ""
         raise ConfigError(
-            f"{COMMAND_LINE} {text!r} sets no key",
+            f"{COMMAND_LINE} {text!r} sets no key{near and f': {near}'}",
             f"write {COMMAND_LINE} section.key=value, such as algorithm.name=gspo",
         )
     section, key, *inside = parts

@@ -3,7 +3,7 @@
 All viewers share one poller and one cache: a page is asked of the ledger once for each change, whoever reads it. The ledger is opened anew
 for each page, so a daemon may go, come back, or have its ledger replaced.
 
-Boundary: starlette and uvicorn are imported here and nowhere else in this folder.
+Boundary: starlette is imported here and nowhere else in this folder, and uvicorn in `connections`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import sqlalchemy as sa
-import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.middleware import Middleware
@@ -42,7 +41,9 @@ from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError
 from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
 from scavenger.protocol import keys
-from scavenger.web import pages, questions, render
+from scavenger.web import pages, questions, render, steps
+from scavenger.web.connections import Server
+from scavenger.web.panels import Page, Panel, ask
 
 HERE = Path(__file__).parent
 COOKIE = "scavenger_web"
@@ -52,6 +53,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
+    # No page of elsewhere has this one's window, or can tell from an image of it whether it is there.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
 }
 MOST_CACHED, MOST_VIEWERS = 64, 100
 #: A cookie's life, and how many there are at once: of older ones the token is asked again.
@@ -103,7 +107,9 @@ class Guard:
 
         request = Request(scope)
         app = self._app
-        if self._token is None:
+        if _of_elsewhere(request):
+            app = PlainTextResponse("403: asked for by a page of elsewhere\n", 403)
+        elif self._token is None:
             # A socket is this user's, but a browser may be led to it under another's name, whose pages could then read it.
             if _host(request) not in self._hosts:
                 app = PlainTextResponse("421: not by this name: scavenger web --host NAME\n", 421)
@@ -138,6 +144,7 @@ class Guard:
             max_age=int(SESSION_S),
             httponly=True,
             samesite="strict",
+            secure=request.url.scheme == "https",  # a proxy of this host says so
             path=self._prefix or "/",
         )
         return reply
@@ -146,6 +153,15 @@ class Guard:
 def _host(request: Request) -> str:
     """The name by which it was asked for, without the port."""
     return re.sub(r":[0-9]+$", "", request.headers.get("host", "").lower())
+
+
+def _of_elsewhere(request: Request) -> bool:
+    """Whether a browser asks on behalf of another page, one of another port of this host too: nobody reads it, but it costs a search.
+
+    A link that a reader follows is none. Programs say nothing of it.
+    """
+    site, mode = (request.headers.get(f"sec-fetch-{name}", "") for name in ("site", "mode"))
+    return site in ("cross-site", "same-site") and mode != "navigate"
 
 
 def _same(given: str, expected: str) -> bool:
@@ -157,8 +173,10 @@ class Site:
 
     def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._url, self.interval_s, self._clock = url, interval_s, clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows; held for moments
         self._cache: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self._building: dict[str, threading.Lock] = {}
+        self._forgotten = 0
         self.contents = pages.Contents()
         self.viewers = 0
         self.changes = 0
@@ -166,23 +184,33 @@ class Site:
         self.closing = False
 
     def page(self, key: str, build: Callable[[sa.Connection], str]) -> str:
-        """The HTML of a page. Raises `LedgerError`."""
+        """The HTML of a page. Raises `LedgerError`. A page that takes long keeps no other one waiting."""
         with self._lock:
-            if (held := self._cache.get(key)) is not None and self._clock() - held[0] < self.interval_s:
-                return held[1]
-            with connected(self._url) as connection:
-                built = build(connection)
-            self._cache[key] = (self._clock(), built)
-            self._cache.move_to_end(key)
-            while len(self._cache) > MOST_CACHED:
-                self._cache.popitem(last=False)
+            building = self._building.setdefault(key, threading.Lock())
+        with building:
+            with self._lock:
+                held, forgotten = self._cache.get(key), self._forgotten
+                if held is not None and self._clock() - held[0] < self.interval_s:
+                    return held[1]
+            try:
+                with connected(self._url) as connection:
+                    built = build(connection)
+            finally:
+                with self._lock:
+                    self._building.pop(key, None)
+            with self._lock:
+                if forgotten == self._forgotten:  # else it may be of before the change
+                    self._cache[key] = (self._clock(), built)
+                    self._cache.move_to_end(key)
+                    while len(self._cache) > MOST_CACHED:
+                        self._cache.popitem(last=False)
             return built
 
     def pulse(self) -> tuple[Any, ...] | None:
         """Differs after each transaction of the writer; None where the ledger cannot be read."""
         try:
-            with self._lock, connected(self._url) as connection:
-                return tuple(pages.ask(connection, questions.filled(questions.PULSE))[0].values())
+            with connected(self._url) as connection:
+                return tuple(ask(connection, questions.filled(questions.PULSE))[0].values())
         except (ScavengerError, OSError):
             return None
 
@@ -212,12 +240,20 @@ class Site:
     def _forget(self) -> None:
         with self._lock:
             self._cache.clear()
+            self._forgotten += 1
 
 
 def _number(request: Request, name: str, default: int) -> int:
     """A number of the query string; `default` for what is none."""
     given = request.query_params.get(name, "")
     return min(int(given), _MOST_ID) if given.isascii() and given.isdigit() and len(given) < 20 else default
+
+
+def _runs(request: Request) -> list[int]:
+    """Numbers of runs to compare, each once, in their order."""
+    given = request.query_params.get("runs", "")[:200].split(",")
+    found = [int(one) for one in given if one.isascii() and one.isdigit() and len(one) < 19]
+    return list(dict.fromkeys(found))[: questions.MOST_COMPARED]
 
 
 class _IdConvertor(Convertor[int]):
@@ -246,7 +282,7 @@ def make_app(
     prefix = root_path.rstrip("/")
 
     def show(
-        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], pages.Page]
+        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page]
     ) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
@@ -255,12 +291,12 @@ def make_app(
                     key(request), lambda connection: render.served(build(request, connection), prefix, here)
                 )
             except OSError as error:
-                shown = pages.Page("Not shown", (pages.Panel("Why", empty=describe(error)[:2_000]),))
+                shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
                 return HTMLResponse(render.served(shown, prefix, here), 503)
             except ScavengerError as error:
                 code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
                 said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
-                shown = pages.Page("Not shown", (pages.Panel("Why", empty=printable(said)[:2_000]),))
+                shown = Page("Not shown", (Panel("Why", empty=printable(said)[:2_000]),))
                 return HTMLResponse(render.served(shown, prefix, here), code)
             return HTMLResponse(html)
 
@@ -268,7 +304,7 @@ def make_app(
 
     def only(request: Request) -> str:
         given = request.query_params.get("only", "all")
-        return given if given in pages.FILTERS else "all"
+        return given if given in steps.FILTERS else "all"
 
     def step_key(q: Request) -> str:
         return f"step {q.path_params} {only(q)} {_number(q, 'bin', -1)}"
@@ -306,11 +342,21 @@ def make_app(
             "/runs/{run:id}/steps/{step:id}",
             show(
                 step_key,
-                lambda q, c: pages.step(
+                lambda q, c: steps.step(
                     c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
                 ),
             ),
         ),
+        Route(
+            "/runs/{run:id}/steps/{step:id}/since/{since:id}",
+            show(
+                path_key,
+                lambda q, c: steps.changed(
+                    c, q.path_params["run"], q.path_params["step"], q.path_params["since"]
+                ),
+            ),
+        ),
+        Route("/compare", show(lambda q: f"compare {_runs(q)}", lambda q, c: pages.compare(c, _runs(q)))),
         Route(
             "/runs/{run:id}/search",
             show(
@@ -352,11 +398,12 @@ def make_app(
 
 
 async def _news(site: Site) -> AsyncIterator[str]:
-    """Server-sent events: one for each change, and a comment every 20 s that keeps proxies from closing the connection."""
+    """Server-sent events: how many changes there were, one for each change, and a comment every 20 s that keeps proxies from closing
+    the connection."""
     site.viewers += 1
     seen = site.changes
     try:
-        yield ": hello\n\n"
+        yield f"event: now\ndata: {seen}\n\n"
         while True:
             try:
                 async with asyncio.timeout(20), site.changed:
@@ -405,18 +452,6 @@ def _remove(path: Path) -> None:
         raise ConfigError(f"{path} cannot be removed: {error.strerror}", "give another --socket") from error
 
 
-class _Server(uvicorn.Server):
-    """Ends the viewers' connections first, which would otherwise be open when it stops."""
-
-    def __init__(self, options: uvicorn.Config, site: Site) -> None:
-        super().__init__(options)
-        self._site = site
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._site.close()
-        await super().shutdown(sockets)
-
-
 def serve(
     url: str,
     *,
@@ -450,19 +485,9 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections that say nothing take one each
     app = make_app(url, token, interval_s=interval_s, root_path=root_path, hosts=hosts)
-    # No access log: an address may hold the token. h11 bounds what comes before a request's body.
-    options = uvicorn.Config(
-        app,
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=1,
-        http="h11",
-        ws="none",
-    )
     try:
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
-            _Server(options, app.state.site).run(sockets=[listening])
+            Server(app, app.state.site.close).run(sockets=[listening])
     finally:
         listening.close()
         if unix is not None and unix.exists() and unix.lstat().st_ino == ours:  # no successor's

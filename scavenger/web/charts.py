@@ -35,7 +35,10 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """`raw` and `smooth`: polylines as "x,y x,y"; `marks`: x of vertical lines with their titles; `bars`: of a histogram or Gantt."""
+    """`raw` and `smooth`: polylines as "x,y x,y"; `marks`: x of vertical lines with their titles; `bars`: of a histogram or Gantt.
+
+    `lines`: polylines of several things with their tones.
+    """
 
     label: str
     height: float = HEIGHT
@@ -44,6 +47,7 @@ class Chart:
     dots: tuple[tuple[float, float], ...] = ()
     marks: tuple[tuple[float, str], ...] = ()
     bars: tuple[Bar, ...] = ()
+    lines: tuple[tuple[str, int], ...] = ()
     labels: tuple[Label, ...] = ()
     width: float = WIDTH
     left: float = LEFT
@@ -175,5 +179,62 @@ def rows(label: str, spans: Sequence[tuple[str, float, float, str, int]]) -> Cha
         x2 = _scale(b, begin, end, left, WIDTH - RIGHT) if end > begin else WIDTH - RIGHT
         bars.append(Bar(x, y + 3, round(max(2.0, x2 - x), 1), pitch - 8, title, tone % 6))
         labels.append(Label(left - 8, y + 16, name[:28], "end"))
+    labels += [Label(left, height - 6, "0 s"), Label(WIDTH - RIGHT, height - 6, span(end - begin), "end")]
+    return Chart(label, height, bars=tuple(bars), labels=tuple(labels), left=left, base=height - BOTTOM)
+
+
+def compared(label: str, found: Sequence[tuple[str, Sequence[tuple[float, float]]]], unit: str) -> Chart:
+    """Smoothed values of several things over one axis, each in its tone, with its name; what is not finite is left out."""
+    kept = [
+        (name, [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]) for name, points in found
+    ]
+    xs = [x for _, points in kept for x, _ in points]
+    begin, end = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    curves = [(name, [x for x, _ in points], smoothed([y for _, y in points])) for name, points in kept]
+    ys = [y for *_, values in curves for y in values]
+    low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
+    floor, width = HEIGHT - BOTTOM, (WIDTH - LEFT - RIGHT) / max(1, len(curves))
+    lines, bars, labels = [], [], []
+    for i, (name, across, values) in enumerate(curves):
+        at = [
+            f"{_scale(x, begin, end, LEFT, WIDTH - RIGHT)},{_scale(y, low, high, floor, TOP)}"
+            for x, y in zip(across, values, strict=True)
+        ]
+        lines.append((" ".join(at), i % 6))
+        bars.append(Bar(round(LEFT + i * width, 1), HEIGHT + 6, 14.0, 8.0, name, i % 6))
+        labels.append(Label(round(LEFT + i * width + 20, 1), HEIGHT + 14, name[: max(4, int(width / 8))]))
+    labels += [
+        Label(LEFT - 6, TOP + 8, number(high), "end"),
+        Label(LEFT - 6, floor, number(low), "end"),
+        Label(LEFT, HEIGHT - 6, f"{unit} {number(begin)}"),
+        Label(WIDTH - RIGHT, HEIGHT - 6, number(end), "end"),
+    ]
+    return Chart(label, HEIGHT + 20, lines=tuple(lines), bars=tuple(bars), labels=tuple(labels))
+
+
+def merged(spells: Sequence[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """Their union in order, those less than `gap` apart as one."""
+    out: list[tuple[float, float]] = []
+    for a, b in sorted(spells):
+        if out and a <= out[-1][1] + gap:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        elif b > a:
+            out.append((a, b))
+    return out
+
+
+def lanes(
+    label: str, found: Sequence[tuple[str, Sequence[tuple[float, float, str, int]]]], begin: float, end: float
+) -> Chart:
+    """A row for each name with its (begin, end, title, tone), cut to [`begin`, `end`]; times in seconds."""
+    left, pitch = 190.0, 26.0
+    height = TOP + pitch * max(1, len(found)) + BOTTOM
+    bars, labels = [], []
+    for i, (name, spells) in enumerate(found):
+        y = TOP + i * pitch
+        labels.append(Label(left - 8, y + 16, name[:28], "end"))
+        for a, b, title, tone in spells:
+            x, x2 = (_scale(at, begin, end, left, WIDTH - RIGHT) if end > begin else left for at in (a, b))
+            bars.append(Bar(x, y + 3, round(max(1.0, x2 - x), 1), pitch - 8, title, tone % 6))
     labels += [Label(left, height - 6, "0 s"), Label(WIDTH - RIGHT, height - 6, span(end - begin), "end")]
     return Chart(label, height, bars=tuple(bars), labels=tuple(labels), left=left, base=height - BOTTOM)

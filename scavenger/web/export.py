@@ -17,7 +17,8 @@ from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.protocol import keys
 from scavenger.web import pages, questions, render
-from scavenger.web.pages import Page, ask
+from scavenger.web import steps as step_pages
+from scavenger.web.panels import Page, Row, ask, clean
 from scavenger.web.questions import filled
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def write(url: str, run: str, out: Path) -> dict[str, Page]:
         shown = collected(ask_for, pages.Contents(), run, MOST_CHARS)
     finally:
         engine.dispose()
-    keys.write_private(out, "".join(render.one_file(shown, f"run {pages.clean(run, 60)}")).encode())
+    keys.write_private(out, "".join(render.one_file(shown, f"run {clean(run, 60)}")).encode())
     return shown
 
 
@@ -84,10 +85,10 @@ def collected(ask_for: Reader, contents: pages.Contents, run: str, most: int) ->
 
 
 def _step(run: int, step: int, connection: sa.Connection) -> Page:
-    return pages.step(connection, run, step)
+    return step_pages.step(connection, run, step)
 
 
-def _page_of(found: pages.Row, contents: pages.Contents) -> tuple[str, Callable[[sa.Connection], Page]]:
+def _page_of(found: Row, contents: pages.Contents) -> tuple[str, Callable[[sa.Connection], Page]]:
     if found["kind"] == "group":
         return f"/groups/{found['id']}", lambda c: pages.group(c, contents, found["id"])
     return f"/samples/{found['id']}", lambda c: pages.sample(c, contents, found["id"])
@@ -97,7 +98,7 @@ def _newest(connection: sa.Connection, run: str) -> int:
     statement = sa.text("SELECT run_id FROM v_runs WHERE name = :name ORDER BY run_id DESC LIMIT 1")
     found = connection.execute(statement, {"name": run}).scalar()
     if found is None:
-        raise LedgerError(f"the ledger has no run {pages.clean(run, 60)!r}", "`scavenger web` lists its runs")
+        raise LedgerError(f"the ledger has no run {clean(run, 60)!r}", "`scavenger web` lists its runs")
     return int(found)
 
 

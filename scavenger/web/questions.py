@@ -7,9 +7,11 @@ Each panel shows its statement, and that text is what was executed: numbers are 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 200, 5_000
 MOST_SEARCHED = 2_000
+MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
 
 RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
@@ -30,9 +32,45 @@ SELECT left_at, node, job_id, kind, reason, CASE WHEN notice IS NULL THEN '' WHE
 FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL ORDER BY left_at DESC, worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
-SELECT step, attempt, version, rewound_by, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics,
-       committed_at
-FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND step = {step} ORDER BY id DESC LIMIT {most}"""
+SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <= 65536 THEN s.metrics ELSE '{{}}' END AS metrics,
+       a.started_at AS attempt_started_at, s.committed_at
+FROM v_steps s LEFT JOIN v_attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
+WHERE s.run_id = {run_id} AND s.purpose = 'train' AND s.step = {step} ORDER BY s.id DESC LIMIT {most}"""
+
+STEP_LEASES = """-- When which engine generated samples of a train step; of an attempt that began at a time, in Unix seconds.
+SELECT l.worker_id, l.granted_at, COALESCE(l.ended_at, n.unix_s) AS until_at,
+       CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len AS tokens
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id CROSS JOIN v_now n
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND l.granted_at >= {since}
+ORDER BY l.granted_at, l.sample_id LIMIT {most}"""
+
+STEP_ENGINES = """-- Engines of a run that were there between two times, in Unix seconds.
+SELECT w.worker_id, w.kind, w.node, w.gpus, w.joined_at, COALESCE(w.left_at, n.unix_s) AS until_at
+FROM v_workers w CROSS JOIN v_now n
+WHERE w.run_id = {run_id} AND w.joined_at < {until} AND (w.left_at IS NULL OR w.left_at > {since})
+ORDER BY w.kind DESC, w.worker_id LIMIT {most}"""
+
+SAME_PROMPTS = """-- Steps before a train step that completed prompts of it, or of the evaluation after it, and how many.
+WITH asked AS (
+  SELECT DISTINCT purpose, prompt FROM groups
+  WHERE run_id = {run_id} AND step = {step} AND purpose IN ('train', 'eval') AND length(prompt) > 0
+)
+SELECT b.step AS since_step, b.purpose, count(DISTINCT b.prompt) AS prompts
+FROM asked a JOIN groups b ON b.run_id = {run_id} AND b.purpose = a.purpose AND b.prompt = a.prompt
+WHERE b.step < {step} AND b.step >= {step} - {back}
+GROUP BY b.step, b.purpose ORDER BY b.step DESC, b.purpose LIMIT {most}"""
+
+CHANGED = """-- Prompts that two steps completed, those whose mean reward changed most first.
+WITH scored AS (
+  SELECT g.group_id, g.purpose, g.step, g.prompt, avg(s.reward) AS reward, avg(s.accepted_len) AS tokens
+  FROM groups g JOIN samples s ON s.group_id = g.group_id
+  WHERE g.run_id = {run_id} AND g.step IN ({since}, {step}) AND g.purpose IN ('train', 'eval') AND length(g.prompt) > 0
+  GROUP BY g.group_id, g.purpose, g.step, g.prompt
+)
+SELECT a.purpose, b.group_id AS group_then, a.group_id AS group_now, b.reward AS reward_then, a.reward AS reward_now,
+       a.reward - b.reward AS change, b.tokens AS tokens_then, a.tokens AS tokens_now
+FROM scored a JOIN scored b ON b.prompt = a.prompt AND b.purpose = a.purpose AND b.step = {since}
+WHERE a.step = {step} ORDER BY abs(COALESCE(a.reward - b.reward, 0)) DESC, a.group_id, b.group_id LIMIT {most}"""
 
 REWARDS = """-- How many samples of a step have which reward.
 SELECT s.reward, count(*) AS samples
@@ -73,8 +111,9 @@ ENDS = """-- What became of one sample: each end and reopening.
 SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
 
 EPISODE = """-- The turns of an episode and their samples, in order.
-SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, s.accepted_len, s.state, s.finish, s.moves, s.reward
-FROM v_turns t JOIN v_samples s ON s.group_id = t.group_id WHERE t.episode_id = {episode_id}
+SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, t.added_tokens, t.between_s, t.model_s,
+       t.completion_tokens, s.state, s.finish, s.moves, s.reward
+FROM v_episode_turns t JOIN v_samples s ON s.sample_id = t.sample_id WHERE t.episode_id = {episode_id}
 ORDER BY t.number, s.sample_index LIMIT {most}"""
 
 NEWEST = """-- The newest samples of a run that have tokens.
@@ -90,9 +129,15 @@ SELECT 'sample' AS kind, s.sample_id AS id, g.group_id, s.sample_id AS place FRO
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY group_id, place LIMIT {most}"""
 
-#: `samples`: whole numbers, joined by commas. Filled in by its only caller.
-CHUNKS = """-- The tokens of some samples.
+#: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
+CHUNKS = """-- The tokens of some samples, packed int32.
 SELECT sample_id, tokens FROM chunks WHERE sample_id IN ({samples}) ORDER BY sample_id, start_len"""
+
+TOKENS = """-- The tokens of one sample, packed int32, with their logprobs, packed float32.
+SELECT start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHERE sample_id = {sample_id} ORDER BY start_len"""
+
+PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
+SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""
 
 WAITS_BY_DAY = """-- Other users' waits that a poll saw while we held GPUs there, by day (UTC) of their beginning and partition.
 WITH waits AS (
@@ -125,3 +170,8 @@ def filled(sql: str, **numbers: float) -> str:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise TypeError(f"{name} is no finite number")
     return sql.format(**{name: repr(value) for name, value in numbers.items()}) + ";"
+
+
+def filled_list(sql: str, name: str, numbers: Sequence[int]) -> str:
+    """The statement with whole numbers in place of `name`, joined by commas; of none, with 0, which no row has."""
+    return sql.format(**{name: ", ".join(str(int(one)) for one in numbers) or "0"}) + ";"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jinja2
 
-from scavenger.web.pages import Page
+from scavenger.web.panels import Page
 
 HERE = Path(__file__).parent
 _TEMPLATES = jinja2.Environment(

@@ -36,6 +36,8 @@ PATHS = (
     "/groups/10",
     "/runs/1/search?q=w",
     "/samples/11",
+    "/compare?runs=1",
+    "/runs/1/steps/2/since/1",
     "/harm",
     "/decisions",
     "/decisions/1",
@@ -202,6 +204,9 @@ def test_hostile_text_is_text_on_every_page(tmp_path: Path, monkeypatch: pytest.
         ("/runs/x", 404),
         ("/nowhere", 404),
         ("/static/../app.py", 404),
+        ("/compare?runs=99", 404),
+        ("/runs/99/steps/2/since/1", 404),
+        (f"/compare?runs=1,,x,{'9' * 100},1", 200),
         (f"/decisions?before={'9' * 100}", 200),
         ("/decisions?before=x", 200),
         ("/runs/1/steps/1?only=x&bin=99", 200),
@@ -264,7 +269,7 @@ def test_viewers_are_told_of_a_change_and_one_poller_asks(
         return heard
 
     heard = asyncio.run(play())
-    assert heard[:20] == [": hello\n\n"] * 20
+    assert heard[:20] == ["event: now\ndata: 0\n\n"] * 20
     assert all(one.startswith("event: changed\n") for one in heard[20:])
 
 
@@ -317,6 +322,57 @@ def test_a_socket_is_asked_by_its_names_only(tmp_path: Path) -> None:
         assert TestClient(app).get("/", headers={"Host": host}).status_code == code, host
 
 
+def test_a_page_of_elsewhere_makes_a_browser_ask_nothing(tmp_path: Path) -> None:
+    """An image on any page could make a socket's server search, and one of another port of this host has the cookie too."""
+    url = ledger(tmp_path)
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    ours = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
+    for token in (None, TOKEN):
+        client = TestClient(web.make_app(url, token), headers=BEARER, base_url="http://localhost")
+        for site in ("cross-site", "same-site"):
+            asked = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
+            for path in ("/runs/1/search?q=w", "/live", "/static/web.js"):
+                assert client.get(path, headers=asked).status_code == 403, (token, path)
+        for asked in (link, ours, {}):
+            reply = client.get("/", headers=asked)
+            assert reply.status_code == 200
+            assert reply.headers["cross-origin-resource-policy"] == "same-origin"
+            assert reply.headers["cross-origin-opener-policy"] == "same-origin"
+
+
+def test_the_cookie_is_for_tls_alone_where_the_proxy_has_it(tmp_path: Path) -> None:
+    app = web.make_app(ledger(tmp_path), TOKEN)
+    for base, secure in (("https://site.example", True), ("http://localhost", False)):
+        reply = TestClient(app, base_url=base).get(f"/?token={TOKEN}", follow_redirects=False)
+        assert ("Secure" in reply.headers["set-cookie"]) is secure
+
+
+def test_a_page_that_takes_long_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    site = web.Site(ledger(tmp_path), 5.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: object) -> str:
+        begun.set()
+        assert go_on.wait(60)
+        return "of before the change"
+
+    waiting = threading.Thread(target=site.page, args=("/slow", slow))
+    waiting.start()
+    assert begun.wait(60)
+    found: list[object] = []
+    other = threading.Thread(target=lambda: found.extend((site.page("/", lambda c: "shown"), site.pulse())))
+    other.start()
+    other.join(30)
+    site._forget()
+    go_on.set()
+    waiting.join()
+    assert found[0] == "shown"
+    assert found[1] is not None
+    assert site.page("/slow", lambda c: "of after it") == "of after it", (
+        "what was read before a change is not kept"
+    )
+
+
 def test_the_poller_outlives_a_ledger_that_cannot_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +403,25 @@ def test_a_metric_hides_no_column_and_many_metrics_cost_little(tmp_path: Path) -
     assert 'href="/runs/1/steps/50"' in said
     assert "/steps/77" not in said
     assert len(said) < 400_000
+
+
+def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> None:
+    big = "<b>\x1b[2J" + "w" * 10_000_000
+    more: list[r.Record] = [
+        r.Decision(big, "none", big, big, json.dumps({"decision": big}), T0 + 60, "code"),
+        r.Event("note", 1, big, big, "{}", T0 + 60),
+        r.StepCommitted(1, 50, "train", 1, 1, json.dumps({"reward": 1.0, big: 1.0}), T0 + 60),
+        r.RunEnded(1, "failed", big, T0 + 61),
+    ]
+    client = TestClient(web.make_app(ledger(tmp_path, more=[more]), TOKEN), headers=BEARER)
+    newest = re.findall(r'href="(/decisions/\d+)"', client.get("/decisions").text)[0]
+    for path in ("/", "/runs/1", "/runs/1/steps/50", "/decisions", newest):
+        began = time.monotonic()
+        reply = client.get(path)
+        assert time.monotonic() - began < 20, path
+        assert (reply.status_code, "\x1b" in reply.text) == (200, False), path
+        assert len(reply.text) < 400_000, path
+        assert ("&lt;b&gt;" in reply.text) is (path != "/runs/1/steps/50"), path
 
 
 def test_a_reward_at_the_end_of_what_a_double_holds_is_no_bin(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +11,18 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
-import uvicorn
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from scavenger.web import app as web
+from scavenger.ledger import store
 from scavenger.web import export
+from tests.web.servers import serving
 from tests.web.sites import ledger
 from tests.web.test_app import PATHS, TOKEN
 
 pytestmark = pytest.mark.browser
+# A sample's page starts a process: on a busy machine that takes longer than the 5 s that are the default.
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    url = ledger(tmp_path_factory.mktemp("site"))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        app = web.make_app(url, TOKEN)
-        options = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-        server = web._Server(options, app.state.site)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serving(ledger(tmp_path_factory.mktemp("site")), TOKEN) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def opened(context: BrowserContext, complaints: list[str]) -> Page:
@@ -95,6 +83,43 @@ def test_a_reader_goes_from_a_run_to_a_token_by_keyboard(browser: Browser, serve
     expect(page.locator("h1")).to_have_text("Search")
     expect(page.get_by_role("link", name="11", exact=True)).to_be_visible()
     context.close()
+    assert complaints == []
+
+
+#: Headless, every page is taken for one that is seen.
+_HIDE = """(hidden) => {
+  Object.defineProperty(document, "visibilityState", {configurable: true, get: () => hidden ? "hidden" : "visible"});
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_many_pages_keep_no_other_one_from_loading_and_one_that_is_seen_again_is_renewed(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """A browser has six connections for all pages of a host, and each page that follows takes one."""
+    url, complaints = ledger(tmp_path), list[str]()
+    with serving(url, TOKEN) as port:
+        context = browser.new_context(base_url=f"http://127.0.0.1:{port}")
+        first = opened(context, complaints)
+        first.goto(f"/?token={TOKEN}")
+        first.goto("/runs/1")
+        first.evaluate(_HIDE, True)
+        for _ in range(8):
+            page = opened(context, complaints)
+            page.goto("/samples/11", timeout=60_000)
+            expect(page.locator("h1")).to_have_text("Sample 11")
+            page.evaluate(_HIDE, True)
+        engine = store.open_engine(url)
+        try:
+            with engine.connect() as connection, connection.begin():
+                connection.exec_driver_sql("UPDATE runs SET name = 'renamed'")
+                connection.exec_driver_sql("UPDATE generations SET batch = batch + 1")
+        finally:
+            engine.dispose()
+        assert first.locator("h1").inner_text() == "Run sorting"
+        first.evaluate(_HIDE, False)
+        expect(first.locator("h1")).to_have_text("Run renamed", timeout=60_000)
+        context.close()
     assert complaints == []
 
 

@@ -20,9 +20,28 @@ async function renew() {
 }
 
 fresh.addEventListener("click", renew);
-new EventSource(base + "/live").addEventListener("changed", () => {
+let news = null, seen = null;
+
+function take(data) {
+  const known = seen === null || seen === data;
+  seen = data;
+  if (known) return;
   const main = document.getElementById("main");
   // What somebody reads, selects or has opened does not change under him.
   const busy = main.querySelector("details[open]") || !getSelection().isCollapsed || main.contains(document.activeElement);
   if (busy) { fresh.hidden = false; } else { renew(); }
-});
+}
+
+// A page that nobody sees holds no connection: a browser has six of them for all pages of a host together.
+function follow() {
+  if (document.visibilityState !== "visible") {
+    if (news !== null) news.close();
+    news = null;
+  } else if (news === null) {
+    news = new EventSource(base + "/live");
+    for (const name of ["now", "changed"]) news.addEventListener(name, (event) => take(event.data));
+  }
+}
+
+document.addEventListener("visibilitychange", follow);
+follow();

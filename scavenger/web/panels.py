@@ -1,0 +1,170 @@
+"""What pages are made of: rows of the ledger as panels of tables, charts and texts. Knows no HTML and no statement of its own.
+
+Text that others chose leaves here printable and cut to length; the template escapes it.
+
+Boundary: what is shown of any rows, before what rows a page asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from scavenger.errors import LedgerError
+from scavenger.printable import printable
+from scavenger.web import charts
+
+Row = Mapping[str, Any]
+_MOST_CELL = 160
+_MOST_METRICS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """`href` is a path below the page's prefix, "" = no link."""
+
+    text: str
+    href: str = ""
+    right: bool = False
+    tone: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A completion or a prompt with what is known of it. `pieces`: (text, level of the mark, title), drawn in place of `body`."""
+
+    title: str
+    href: str
+    facts: str
+    body: str
+    pieces: tuple[tuple[str, int, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """What is shown of one statement. `choices`: (name, path, is chosen). `search`: the path that gets what a reader looks for, who looked
+    for `wanted` last.
+    """
+
+    title: str
+    sql: str = ""
+    note: str = ""
+    charts: tuple[charts.Chart, ...] = ()
+    head: tuple[str, ...] = ()
+    body: tuple[tuple[Cell, ...], ...] = ()
+    texts: tuple[Text, ...] = ()
+    choices: tuple[tuple[str, str, bool], ...] = ()
+    empty: str = ""
+    search: str = ""
+    wanted: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    title: str
+    panels: tuple[Panel, ...]
+    above: tuple[tuple[str, str], ...] = ()
+
+
+def clean(value: object, most: int = _MOST_CELL) -> str:
+    """Printable, at most `most` characters."""
+    said = printable(str(value)[: most + 1])
+    return said if len(said) <= most else f"{said[: most - 1]}\u2026"
+
+
+def moment(at: float | None) -> str:
+    """Unix seconds as UTC; "-" for none, or for what is no date."""
+    if at is None:
+        return "-"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def cell_of(name: str, value: object, href: str = "") -> Cell:
+    if name == "at" or name.endswith("_at"):
+        return Cell(moment(value if isinstance(value, int | float) else None))
+    if value is None:
+        return Cell("-", right=True)
+    if isinstance(value, str | bytes | bool):
+        return Cell(clean(value), href, tone=name if name == "state" else "")
+    if name.endswith(("_id", "unix_s")) or name == "id":
+        return Cell(str(value), href, right=True)
+    try:
+        shown = charts.number(value if isinstance(value, int) else float(str(value)))
+    except ValueError:
+        shown = str(value)
+    return Cell(clean(shown), href, right=True)
+
+
+def ask(connection: sa.Connection, sql: str) -> list[Row]:
+    """The rows of a statement whose numbers are filled in."""
+    return [dict(row) for row in connection.exec_driver_sql(sql).mappings()]
+
+
+def table_of(
+    title: str,
+    sql: str,
+    found: Sequence[Row],
+    links: Mapping[str, Callable[[Row], str]] | None = None,
+    *,
+    omit: tuple[str, ...] = (),
+    **options: Any,
+) -> Panel:
+    names = tuple(name for name in (found[0] if found else ()) if name not in omit)
+    by = links or {}
+    body = tuple(
+        tuple(cell_of(name, row[name], by[name](row) if name in by else "") for name in names)
+        for row in found
+    )
+    shown = tuple(clean(name.replace("_", " "), 60) for name in names)
+    return Panel(title, sql, head=shown, body=body, empty="" if found else "none", **options)
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """The finite numbers of a step's metrics; none where they are no object."""
+    try:
+        found = json.loads(row["metrics"])
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    out: dict[str, float] = {}
+    for name, value in list(found.items())[:_MOST_METRICS]:
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+            out[name] = float(value)
+    return out
+
+
+def steps_of(connection: sa.Connection, sql: str) -> list[Row]:
+    """Steps with their metrics as `numbers`, parsed once."""
+    return [{**row, "numbers": metrics_of(row)} for row in ask(connection, sql)]
+
+
+def row_of(connection: sa.Connection, sql: str, what: str) -> Row:
+    found = ask(connection, sql)
+    if not found:
+        raise LedgerError(f"the ledger has no {what}", "it may have been purged")
+    return found[0]
+
+
+def run_link(row: Row) -> str:
+    return f"/runs/{row['run_id']}"
+
+
+def sample_link(row: Row) -> str:
+    return f"/samples/{row['sample_id']}"
+
+
+def group_link(row: Row) -> str:
+    return f"/groups/{row['group_id']}"
+
+
+def decision_link(row: Row) -> str:
+    return f"/decisions/{row['id']}"

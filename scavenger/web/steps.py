@@ -1,0 +1,237 @@
+"""Pages of a train step: where its time and its GPUs' seconds went, its rewards and samples, and what changed since an earlier one.
+
+Boundary: one subject of `pages`, which has the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import sqlalchemy as sa
+
+from scavenger.web import charts, questions
+from scavenger.web.panels import (
+    Page,
+    Panel,
+    Row,
+    ask,
+    clean,
+    group_link,
+    metrics_of,
+    row_of,
+    sample_link,
+    table_of,
+)
+from scavenger.web.questions import filled
+
+FILTERS = {
+    "all": (0, 0),
+    "moved": (1, 0),
+    "masked": (2, 0),
+    "cut off": (3, 0),
+    "best": (0, 1),
+    "worst": (0, 2),
+}
+#: Engines drawn one by one.
+_MOST_LANES = 24
+#: The parts of a step in its order: the metric, what it is, and whether the parts after it begin at its end.
+PARTS = (
+    ("seconds_seed", "window: all generate", True),
+    ("seconds_to_training", "reserved engines to sleep", False),
+    ("seconds_train", "stream: trains", True),
+    ("seconds_wait", "tail: waits for samples", True),
+    ("seconds_reward", "waits for rewards", True),
+    ("seconds_update", "update", True),
+    ("seconds_publish", "publish", True),
+    ("seconds_checkpoint", "checkpoint", True),
+    ("seconds_to_generating", "reserved engines to wake", False),
+)
+
+
+def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all", bin_: int = -1) -> Page:
+    """One train step: what its time went to, rewards in bins, its samples. `bin_`: only this bin's, -1 = all."""
+    here = f"/runs/{run_id}/steps/{number}"
+    asked = filled(questions.STEP, run_id=run_id, step=number, most=questions.MOST_RUNS)
+    attempts = ask(connection, asked)
+    metrics = metrics_of(attempts[0]) if attempts else {}
+    went = parts(metrics)
+    values: list[Row] = [{"metric": clean(name), "value": value} for name, value in sorted(metrics.items())]
+
+    sql = filled(questions.REWARDS, run_id=run_id, step=number, most=questions.MOST_REWARDS)
+    counts = [(float(row["reward"]), int(row["samples"])) for row in ask(connection, sql)]
+    binned = charts.bins(counts)
+    hrefs = [f"{here}?only={chosen.replace(' ', '+')}&bin={i}" for i in range(len(binned))]
+    ranged = 0 <= bin_ < len(binned)
+    low, high = binned[bin_][:2] if ranged else (0.0, 0.0)
+    only, order = FILTERS.get(chosen, FILTERS["all"])
+    listed = filled(
+        questions.SAMPLES,
+        run_id=run_id,
+        step=number,
+        only=only,
+        order=order,
+        ranged=int(ranged),
+        low=low,
+        high=high,
+        most=questions.MOST_SAMPLES,
+    )
+    samples = ask(connection, listed)
+    shared = filled(
+        questions.SAME_PROMPTS,
+        run_id=run_id,
+        step=number,
+        back=questions.MOST_BACK,
+        most=questions.MOST_SINCE,
+    )
+    if not attempts and not samples and not counts:
+        row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
+    choices = [(name, f"{here}?only={name.replace(' ', '+')}", name == chosen) for name in FILTERS]
+    if ranged:
+        choices.append((f"reward {charts.number(low)} to {charts.number(high)}: show all", here, True))
+    return Page(
+        f"Step {number}",
+        (
+            table_of("Commits", asked, attempts, omit=("metrics",)),
+            Panel(
+                "Where its time went",
+                asked,
+                "in a step's order; training and waiting alternate, and each is drawn as one part"
+                if went
+                else "",
+                charts=went,
+                empty="" if went else "the step has no metrics yet",
+            ),
+            _step_engines(connection, run_id, number, attempts[0] if attempts else None),
+            Panel(
+                "Rewards",
+                sql,
+                "choose a bar to see its samples",
+                charts=(charts.histogram("samples by reward", binned, hrefs),) if binned else (),
+                empty="" if binned else "no sample has a reward yet",
+            ),
+            table_of(
+                "Samples",
+                listed,
+                samples,
+                {"sample_id": sample_link, "group_id": group_link},
+                note=f"at most {questions.MOST_SAMPLES}",
+                choices=tuple(choices),
+            ),
+            table_of("Metrics", asked, values),
+            table_of(
+                "The same prompts before",
+                shared,
+                ask(connection, shared),
+                {"since_step": lambda row: f"{here}/since/{row['since_step']}"},
+                note=f"of the {questions.MOST_BACK} steps before; choose one to see which prompts' rewards changed since. "
+                f"Any other: {here}/since/STEP",
+            ),
+        ),
+        ((f"Run {run_id}", f"/runs/{run_id}"),),
+    )
+
+
+def parts(metrics: Mapping[str, float]) -> tuple[charts.Chart, ...]:
+    """A step's seconds, one part after another."""
+    at, drawn = 0.0, list[tuple[str, float, float, str, int]]()
+    for name, said, follows in PARTS:
+        took = metrics.get(name, 0.0)
+        if took > 0:
+            drawn.append((said, at, at + took, f"{said}: {charts.number(took)} s", len(drawn)))
+            at += took if follows else 0.0
+    return (charts.rows("seconds of the step by part", drawn),) if drawn else ()
+
+
+def _step_engines(connection: sa.Connection, run_id: int, number: int, commit: Row | None) -> Panel:
+    """Where each GPU's seconds went from the first lease of a step's samples to its commit, or until now."""
+    since = (commit["attempt_started_at"] if commit else None) or 0.0
+    asked = filled(
+        questions.STEP_LEASES, run_id=run_id, step=number, since=since, most=questions.MOST_STEP_LEASES
+    )
+    leases = ask(connection, asked)
+    title = "Where each GPU's seconds went"
+    if not leases:
+        return Panel(title, asked, empty="no engine had samples of this step yet")
+    begin = leases[0]["granted_at"]
+    end = max(begin, commit["committed_at"] if commit else max(row["until_at"] for row in leases))
+    there = filled(
+        questions.STEP_ENGINES, run_id=run_id, since=begin, until=end, most=questions.MOST_STEP_ENGINES
+    )
+    spells: dict[int, list[tuple[float, float]]] = {}
+    tokens: dict[int, int] = {}
+    for row in leases:
+        spells.setdefault(row["worker_id"], []).append((row["granted_at"], min(end, row["until_at"])))
+        tokens[row["worker_id"]] = tokens.get(row["worker_id"], 0) + row["tokens"]
+    lanes, rows = [], []
+    for row in ask(connection, there):
+        first, last = max(begin, row["joined_at"]), min(end, row["until_at"])
+        own = charts.merged(spells.get(row["worker_id"], ()))
+        busy = sum(b - a for a, b in own)
+        here = max(0.0, last - first)
+        name = clean(f"{row['kind']} {row['worker_id']} {row['node']}", 28)
+        lanes.append(
+            (
+                name,
+                [
+                    (first, last, f"{name}: here, without samples of this step", 5),
+                    *(
+                        (a, b, f"{name}: generates for {charts.number(b - a)} s", 0)
+                        for a, b in charts.merged(own, (end - begin) / 500)
+                    ),
+                ],
+            )
+        )
+        rows.append(
+            {
+                "engine": row["worker_id"],
+                "kind": row["kind"],
+                "node": row["node"],
+                "gpus": row["gpus"],
+                "gpu_seconds": row["gpus"] * here,
+                "of_them_generating": row["gpus"] * busy,
+                "of_them_otherwise": row["gpus"] * max(0.0, here - busy),
+                "tokens": tokens.get(row["worker_id"], 0),
+            }
+        )
+    table = table_of(
+        title,
+        f"{asked}\n\n{there}",
+        rows,
+        note=f"from the first lease of its samples to its commit, {charts.span(end - begin)}. Blue: the engine had samples of this step; "
+        "grey: it was there and had none: it loads weights, works for another step, or sleeps while its GPU trains",
+    )
+    return dataclasses.replace(
+        table, charts=(charts.lanes("engines", lanes[:_MOST_LANES], begin, end),) if lanes else ()
+    )
+
+
+def changed(connection: sa.Connection, run_id: int, number: int, since: int) -> Page:
+    """Prompts that two steps completed, those whose mean reward changed most first. Raises `LedgerError` where there is no such run."""
+    sql = filled(questions.CHANGED, run_id=run_id, step=number, since=since, most=questions.MOST_SAMPLES)
+    found = ask(connection, sql)
+    if not found:
+        row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
+    links = {name: _link_of(name) for name in ("group_then", "group_now")}
+    here = f"/runs/{run_id}"
+    return Page(
+        f"Step {number}: changed since step {since}",
+        (
+            table_of(
+                "Prompts by how much their mean reward changed",
+                sql,
+                found,
+                links,
+                note=f"at most {questions.MOST_SAMPLES}",
+            ),
+        ),
+        (
+            (f"Run {run_id}", here),
+            (f"Step {since}", f"{here}/steps/{since}"),
+            (f"Step {number}", f"{here}/steps/{number}"),
+        ),
+    )
+
+
+def _link_of(name: str) -> Callable[[Row], str]:
+    return lambda row: f"/groups/{row[name]}"
