@@ -9,11 +9,11 @@ Owns the names and the arithmetic. Opens no connection. The text format is `prom
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from scavenger.errors import ScavengerError
 
@@ -89,9 +89,8 @@ class _Names:
 
     @property
     def all(self) -> frozenset[str]:
-        histograms = (self.ttft, *self.tpot)
-        parts = (f"{name}{suffix}" for name in histograms for suffix in ("_bucket", "_count", "_sum"))
-        return frozenset((self.waiting, self.running, self.tokens, *histograms, *parts))
+        buckets = (f"{name}_bucket" for name in (self.ttft, *self.tpot))
+        return frozenset((self.waiting, self.running, self.tokens, *buckets))
 
 
 #: vLLM 0.32, vllm/v1/metrics/loggers.py; releases before 0.10 called the time between tokens `time_per_output_token_seconds`. SGLang:
@@ -130,9 +129,9 @@ def parse(page: bytes) -> ServiceReading:
             f"the service's metrics are no UTF-8 text: {error}", "name the server's own /metrics"
         ) from error
     for names in SERVERS:
-        families = _families(lines, names)
-        if names.waiting in families and names.running in families:
-            return _reading(families, names)
+        found = _samples(lines, names)
+        if names.waiting in found and names.running in found:
+            return _reading(found, names)
     wanted = " or ".join(names.waiting for names in SERVERS)
     raise ServiceError(
         f"the service's metrics have no {wanted}",
@@ -140,8 +139,8 @@ def parse(page: bytes) -> ServiceReading:
     )
 
 
-def _families(lines: Iterable[str], names: _Names) -> Mapping[str, Metric]:
-    """The metrics asked for, by their names in the text. Other lines are not looked at: a server has many."""
+def _samples(lines: Iterable[str], names: _Names) -> Mapping[str, Sequence[Sample]]:
+    """The samples asked for, by their names in the text. Other lines are not looked at: a server has many."""
     wanted = names.all
     kept = [line for line in lines if _name_of(line) in wanted]
     if len(kept) > MAX_LINES:
@@ -149,31 +148,33 @@ def _families(lines: Iterable[str], names: _Names) -> Mapping[str, Metric]:
             f"the service's metrics have {len(kept)} lines of {names.server}'s latencies and queue",
             f"at most {MAX_LINES} are read; name one server's own /metrics",
         )
+    found: dict[str, list[Sample]] = {}
     try:
-        families = list(text_string_to_metric_families("\n".join(kept) + "\n"))
+        for family in text_string_to_metric_families("\n".join(kept) + "\n"):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append(sample)
     except (ValueError, KeyError, IndexError) as error:
         raise ServiceError(
             f"the service's metrics of {names.server} cannot be parsed: {str(error)[:200]}",
             "name the server's own /metrics, which has Prometheus's text format",
         ) from error
-    return {f"{one.name}_total" if one.type == "counter" else one.name: one for one in families}
+    return found
 
 
 def _name_of(line: str) -> str:
-    if line.startswith("# TYPE "):
-        return line.split(" ", 3)[2] if line.count(" ") >= 3 else ""
     for place, char in enumerate(line):
         if char in "{ ":
             return line[:place]
     return ""
 
 
-def _reading(families: Mapping[str, Metric], names: _Names) -> ServiceReading:
-    counted = [name for name in (names.tokens, names.tokens.removesuffix("_total")) if name in families]
-    tokens = _sum(families[counted[0]], names) if counted else 0.0
-    ttft = _histogram(families.get(names.ttft), names)
-    present = next((families[name] for name in names.tpot if name in families), None)
-    tpot = _histogram(present, names)
+def _reading(found: Mapping[str, Sequence[Sample]], names: _Names) -> ServiceReading:
+    tokens = _sum(found[names.tokens], names) if names.tokens in found else 0.0
+    ttft = _histogram(found.get(f"{names.ttft}_bucket", ()), names)
+    tpot = next(
+        (_histogram(found[f"{name}_bucket"], names) for name in names.tpot if f"{name}_bucket" in found),
+        Histogram(),
+    )
     # Some servers name a histogram with its first value only. One that never comes is not a service without latency.
     for histogram, missing in ((ttft, names.ttft), (tpot, names.tpot[0])):
         if not histogram.bounds and tokens > 1:
@@ -181,42 +182,37 @@ def _reading(families: Mapping[str, Metric], names: _Names) -> ServiceReading:
                 f"the service has generated {tokens:.0f} tokens and has no histogram {missing}",
                 f"this release knows {names.server}'s metrics by that name; report the server's release",
             )
-    waiting, running = (round(_sum(families[name], names)) for name in (names.waiting, names.running))
+    waiting, running = (round(_sum(found[name], names)) for name in (names.waiting, names.running))
     return ServiceReading(names.server, ttft, tpot, waiting, running, tokens)
 
 
-def _sum(metric: Metric, names: _Names) -> float:
+def _sum(samples: Sequence[Sample], names: _Names) -> float:
     """Of all engines, models and ranks that the server has."""
-    values = [
-        sample.value for sample in metric.samples if not sample.name.endswith(("_created", "_bucket", "_sum"))
-    ]
-    if not values or not all(0 <= value < math.inf for value in values):
+    values = [sample.value for sample in samples]
+    if not all(0 <= value < math.inf for value in values):
         raise ServiceError(
-            f"the service's {metric.name} is {values[:4]}", f"a {names.server} server counts from 0 on there"
+            f"the service's {samples[0].name} is {values[:4]}",
+            f"a {names.server} server counts from 0 on there",
         )
     return sum(values)
 
 
-def _histogram(metric: Metric | None, names: _Names) -> Histogram:
-    if metric is None:
-        return Histogram()
+def _histogram(samples: Sequence[Sample], names: _Names) -> Histogram:
     counts: dict[float, float] = {}
     series: dict[float, int] = {}
-    for sample in metric.samples:
-        if sample.name.endswith("_bucket"):
-            bound = _bound(sample.labels.get("le", ""))
-            counts[bound] = counts.get(bound, 0.0) + sample.value
-            series[bound] = series.get(bound, 0) + 1
+    for sample in samples:
+        bound = _bound(sample.labels.get("le", ""))
+        counts[bound] = counts.get(bound, 0.0) + sample.value
+        series[bound] = series.get(bound, 0) + 1
     if not counts:
         return Histogram()
     bounds = tuple(sorted(counts))
     summed = tuple(counts[bound] for bound in bounds)
     grows = 0 <= summed[0] <= summed[-1] < math.inf and list(summed) == sorted(summed)
     if any(map(math.isnan, bounds)) or bounds[-1] != math.inf or not grows or len(set(series.values())) != 1:
+        shown = str(dict(zip(bounds, summed, strict=True)))[:300]
         raise ServiceError(
-            f"the service's {metric.name} is no histogram: its counts by bound are {dict(zip(bounds, summed, strict=True))}"[
-                :400
-            ],
+            f"the service's {samples[0].name} are no histogram's: counts by bound {shown}",
             f"a {names.server} server has counts that grow with their bounds, the last bound +Inf, the same bounds in each series",
         )
     return Histogram(bounds, summed)

@@ -28,6 +28,7 @@ Knows no metric's name, no engine and no clock; the caller says what it read and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -49,6 +50,26 @@ class Objective:
                 f"objective ttft_p99={self.ttft_p99_s}, tpot_p99={self.tpot_p99_s}: no finite time above 0",
                 'state one or both, as in "ttft_p99=500ms tpot_p99=60ms"',
             )
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0}
+_TERM = re.compile(r"(ttft_p99|tpot_p99)=([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s)")
+
+
+def objective_of(text: str) -> Objective:
+    """An objective as its owner writes it: "ttft_p99=500ms tpot_p99=60ms", one of the two or both. Raises `ConfigError`."""
+    stated: dict[str, float] = {}
+    for word in text.replace(",", " ").split():
+        term = _TERM.fullmatch(word)
+        if term is None or term[1] in stated:
+            raise ConfigError(
+                f"objective {text!r}: {word!r} is stated twice"
+                if term is not None
+                else f"objective {text!r}: {word!r} is no promise",
+                'state one or both once, with ms or s, as in "ttft_p99=500ms tpot_p99=60ms"',
+            )
+        stated[term[1]] = float(term[2]) * _UNITS[term[3]]
+    return Objective(stated.get("ttft_p99"), stated.get("tpot_p99"))
 
 
 @dataclass(frozen=True, slots=True)

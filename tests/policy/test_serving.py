@@ -92,7 +92,8 @@ def test_it_sleeps_until_there_has_been_slack_for_long_enough_and_then_grows_by_
     service = Service()
     found = [service.ask(view()) for _ in range(13)]
     assert [one.budget for one in found] == [0, 0, 0, 2, 4, 6, 8, 10, 12, 14, 16, 16, 16]
-    assert found[2].verdict is Verdict.STEADYING and found[3].verdict is Verdict.RAISED
+    assert found[2].verdict is Verdict.STEADYING
+    assert found[3].verdict is Verdict.RAISED
     assert found[12].verdict is Verdict.FULL
     assert (
         found[3].reason
@@ -141,7 +142,8 @@ def test_requests_that_nobody_begins_are_late_before_any_latency_is_counted() ->
     service = Service()
     service.quiet(5)
     cut = service.ask(ServiceView(0.1, 0.01, 1, 4, 0, ttft_now_s=None, tpot_now_s=0.01))
-    assert cut.verdict is Verdict.SLOW and cut.inputs["waited_s"] == 1.0
+    assert cut.verdict is Verdict.SLOW
+    assert cut.inputs["waited_s"] == 1.0
     assert "none begun for 1.0 s" in cut.reason
 
 
@@ -170,7 +172,8 @@ def test_a_service_that_is_slow_without_us_blames_nobody() -> None:
     service.quiet(9)
     before = replace(service.standing, budget=0)
     late = decide(before, view(5.0, 1.0, waiting=50, samples=0), OBJECTIVE, RULES, service.now + 1)
-    assert late.verdict is Verdict.SLOW_ALONE and late.budget == 0
+    assert late.verdict is Verdict.SLOW_ALONE
+    assert late.budget == 0
     assert (late.standing.ceiling, late.standing.hold_s, late.standing.held_until) == (
         before.ceiling,
         before.hold_s,
@@ -178,7 +181,8 @@ def test_a_service_that_is_slow_without_us_blames_nobody() -> None:
     )
     # Nor one that might have generated and did not.
     idle = decide(service.standing, view(5.0, samples=0), OBJECTIVE, RULES, service.now + 1)
-    assert idle.verdict is Verdict.SLOW_ALONE and idle.budget == 0
+    assert idle.verdict is Verdict.SLOW_ALONE
+    assert idle.budget == 0
     assert idle.standing.ceiling == service.standing.ceiling
 
 
@@ -187,7 +191,8 @@ def test_what_a_cut_left_in_the_window_is_not_a_second_cut() -> None:
     service.quiet(9)
     first = service.ask(view(0.6))
     again = decide(first.standing, view(0.6, samples=12), OBJECTIVE, RULES, service.now + 1)
-    assert again.verdict is Verdict.SLOW and "cut before" in again.reason
+    assert again.verdict is Verdict.SLOW
+    assert "cut before" in again.reason
     assert replace(again.standing, read_at=0.0) == replace(first.standing, read_at=0.0)
 
 
@@ -221,24 +226,29 @@ def test_in_any_order_of_readings_it_admits_into_slack_only(
         standing = decision.standing
         assert 0 <= standing.budget <= standing.ceiling <= RULES.most
         assert RULES.hold_s <= standing.hold_s <= RULES.hold_most_s
-        assert decision.reason and all(not math.isnan(value) for value in decision.inputs.values())
+        assert decision.reason
+        assert all(not math.isnan(value) for value in decision.inputs.values())
         if decision.verdict in CUTS:
             assert standing.budget == 0
         if standing.budget > before.budget:
             assert decision.verdict is Verdict.RAISED
             assert standing.budget - before.budget <= RULES.raise_step
-            assert seen is not None and seen.waiting == 0
+            assert seen is not None
+            assert seen.waiting == 0
             assert (
                 min(s for s in slacks(seen, OBJECTIVE) if s is not None) >= RULES.margin + RULES.raise_slack
             )
-            assert now >= before.held_until and now - before.raised_at >= RULES.raise_every_s
-            assert before.steady_at is not None and now - before.steady_at >= RULES.steady_s
+            assert now >= before.held_until
+            assert now - before.raised_at >= RULES.raise_every_s
+            assert before.steady_at is not None
+            assert now - before.steady_at >= RULES.steady_s
         if seen is not None and (
             min(s for s in slacks(seen, OBJECTIVE) if s is not None) <= 0 or seen.waiting >= 3
         ):
             assert standing.budget == 0
         if seen is not None and not seen.samples:
-            assert standing.ceiling >= before.ceiling and standing.held_until == before.held_until
+            assert standing.ceiling >= before.ceiling
+            assert standing.held_until == before.held_until
 
 
 @settings(max_examples=30, deadline=None)

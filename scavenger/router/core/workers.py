@@ -136,10 +136,21 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
         worker.memory.wake_s = wake_s
         worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
+    bounded(worker, beat.room)
     worker.weights.pause_s = min(beat.weights_pause_s, MOST_REPORTED_S)
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
     worker_commands.steer(core, worker)
+
+
+def bounded(worker: Worker, room: int | None) -> None:
+    """Its host lets it have so many leases from now on. What it has beyond that it gives back itself."""
+    if room == worker.engine.room:
+        return
+    worker.engine.room, worker.cached_slots = room, None
+    due = worker.run.due
+    due.samples = due.recount = due.fleet = True
+    due.changed_workers.append(worker)
 
 
 def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
