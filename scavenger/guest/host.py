@@ -272,8 +272,6 @@ class GuestHost:
         else:
             self._cut_at = None
         self._budget = decision.budget
-        if self._engine is not None:
-            self._engine.tell(self._budget)
 
     def _look(self, now: float) -> int | None:
         """The engine's process: started where it may generate, killed where it does not give way. The code to end with, if it ended."""
@@ -284,7 +282,8 @@ class GuestHost:
             return None
         code = self._engine.code()
         if code == EXIT_PREEMPTED:
-            return self._forget(now)
+            self._forget(now)
+            return None
         if code is not None:
             self._say(json.dumps({"end": f"the engine's process ended with {code}"}))
             return code if code != EXIT_DRAINED else 0
@@ -298,7 +297,9 @@ class GuestHost:
             self._engine.kill()
             self.report.kills += 1
             self.report.free_s = max(self.report.free_s, now - self._cut_at)
-            return self._forget(now)
+            self._forget(now)
+            return None
+        self._engine.tell(self._budget)  # the same again too: it replies with what it does
         return None
 
     def _forget(self, now: float) -> None:

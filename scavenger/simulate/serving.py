@@ -244,7 +244,8 @@ class _Play:
         """One step: a token of each request that runs, and a chunk of prompts."""
         batch = len(self.running)
         seconds = self.engine.step_s(batch, self.context) if batch else self.engine.efficiency.overhead_s
-        left, began = self.chunk - batch, []
+        left = self.chunk - batch
+        began: list[_Request] = []
         while self.waiting and left > 0:
             request = self.waiting[0]
             whole = request.arrival.prompt + request.arrival.completion

@@ -332,9 +332,10 @@ class Session:
         ]
 
     def _bounded(self, event: Bounded, now: float) -> list[WorkerAction]:
-        """The daemon is told at once, and not only with the next heartbeat."""
+        """The daemon is told of another number at once, and not only with the next heartbeat. The host repeats it to hear how things are."""
+        news = event.leases != self.work.room
         actions = self.work.bound(event.leases, now, built=self._spec is not None)
-        if self.phase is WorkerPhase.JOINED:
+        if news and self.phase is WorkerPhase.JOINED:
             self._heartbeat_at = now
         return actions
 
