@@ -97,6 +97,7 @@ def test_with_less_room_the_shortest_go_back_with_all_their_tokens_and_the_daemo
     assert [m.room for m in sent(actions) if isinstance(m, wire.Heartbeat)] == [1], (
         "not only with the next beat"
     )
+    assert sent(t.do(Bounded(1))) == [], "the same number again is no news"
 
 
 def test_with_no_room_the_engine_sleeps_and_wakes_with_the_next_and_no_order_is_acknowledged() -> None:

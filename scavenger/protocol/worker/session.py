@@ -332,7 +332,7 @@ class Session:
         ]
 
     def _bounded(self, event: Bounded, now: float) -> list[WorkerAction]:
-        """The daemon is told of another number at once, and not only with the next heartbeat. The host repeats it to hear how things are."""
+        """The daemon is told of another number at once, and not only with the next heartbeat. Its host repeats one to hear what runs."""
         news = event.leases != self.work.room
         actions = self.work.bound(event.leases, now, built=self._spec is not None)
         if news and self.phase is WorkerPhase.JOINED:
