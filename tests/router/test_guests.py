@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scavenger.protocol.messages import Assign, Heartbeat, Held, Lease, Yielded
+from scavenger.router.core.samples import servable
 from scavenger.router.core.worker_counts import fleet_sizes
 from tests.router.harness import Bench, started
 
@@ -62,5 +63,6 @@ def test_a_guest_that_sleeps_says_so_again_when_it_registers_again() -> None:
     bench.router.core.workers[1].engine.room = 1
     beat(bench, W1, [], 0)
     assert bench.router.core.workers[1].most_leases == 0
+    assert not servable(bench.router.core.workers[1], 1)
     beat(bench, W1, [], None)
     assert bench.router.core.workers[1].most_leases == bench.router.core.runs["r"].engine.max_batch
