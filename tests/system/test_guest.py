@@ -82,7 +82,7 @@ def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_ser
             back = play.ask(
                 site,
                 "SELECT count(*) FROM leases l JOIN workers w ON w.worker_id = l.worker_id WHERE w.intent_id = 'guest-svc' "
-                "AND l.end_reason = 'given back'",
+                "AND l.reason = 'given back'",
             )
             assert back[0][0] > 0
 
