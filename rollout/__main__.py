@@ -85,9 +85,24 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=1,
         help="nodes of this job that are one engine; srun starts one process on each",
     )
+    parser.add_argument(
+        "--guest",
+        action="store_true",
+        help="bounded by the process that started it, which writes how many samples it may hold to its standard input",
+    )
+    parser.add_argument(
+        "--memory-share",
+        type=float,
+        default=0.0,
+        help="of its GPU's memory, of a guest; 0: what the run says",
+    )
     arguments = parser.parse_args(argv)
     if arguments.nodes > 1 and arguments.kind != "harvested":
         parser.error("--nodes is for harvested engines: a reserved one lies on one node")
+    if arguments.guest and (arguments.kind != "harvested" or arguments.nodes > 1):
+        parser.error("--guest is for harvested engines on one node")
+    if not 0 <= arguments.memory_share <= 1:
+        parser.error("--memory-share lies between 0 and 1")
     if arguments.slot and arguments.kind != "reserved":
         parser.error("--slot is for reserved engines: a harvested one is known by its job")
     return arguments
@@ -120,6 +135,7 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> W
         jitter=secrets.randbelow(1 << 20) / (1 << 20),
         # Harvested jobs may inherit the variable from the submitting process: only a reserved engine has a slot.
         slot=slot if reserved else "",
+        guest=arguments.guest,
     )
 
 
@@ -182,6 +198,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
             pull_nbytes_per_s=arguments.pull_mb_per_s * 1e6,
             started_at=STARTED_AT,
             here=here,
+            memory_share=arguments.memory_share,
         )
         end = _run(RolloutWorker(options).run())
     except ScavengerError as error:

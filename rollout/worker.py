@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -32,6 +33,7 @@ from rollout.engines.base import Engine, EngineHost, refuse_held
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from rollout.fetching import Pulled
+from rollout.host_pipe import HostPipe
 from rollout.node_link import FurtherNodes
 from rollout.nodes import JobNode
 from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
@@ -212,6 +214,7 @@ class Options:
     pull_s: float = 120.0
     pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
     started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
+    memory_share: float = 0.0  # of its GPU, of a guest; 0 = what the run says
     here: JobNode | None = None  # of an engine over several nodes, whose first one this is
 
 
@@ -241,6 +244,7 @@ class RolloutWorker:
             pace=pace,
             on_fault=self._cannot_serve,
         )
+        self._host = HostPipe(self._inbox.put_nowait) if options.identity.guest else None
         self._further: FurtherNodes | None = None  # of an engine over several nodes
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
@@ -260,6 +264,8 @@ class RolloutWorker:
         if self._options.here is not None:
             self._further = FurtherNodes(self._options.here, self._options.keypair, self._node_lost)
             self._further.open()
+        if self._host is not None:
+            self._tasks.append(self._spawn(self._host.read(), Terminate))
         # The import takes longer than the connection: both at once. Its errors appear again at Build, which reports them.
         preload = loop.run_in_executor(None, self._preload)
         self._tasks.append(self._spawn(self._drive_engine(), EngineCrashed))
@@ -290,6 +296,9 @@ class RolloutWorker:
                 if isinstance(action, EndWorker):
                     return action
                 self._perform(action)
+            if self._host is not None:
+                work = session.work
+                self._host.report(len(work.leases.running()), work.memory, work.generated_tokens)
             if session.may_generate:
                 self._may_generate.set()
             else:
@@ -400,9 +409,11 @@ class RolloutWorker:
             ) from error
         imported = self._clock()
         me = self._options.identity
+        if self._options.memory_share:
+            spec = msgspec.structs.replace(spec, memory_share=self._options.memory_share)
         nodes = await self._further.start(spec, me.run, me.gpus) if self._further is not None else None
         self._engine = await build(
-            spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved", nodes=nodes)
+            spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved" or me.guest, nodes=nodes)
         )
         info = self._engine.info()
         if info.device:

@@ -5,6 +5,7 @@ Boundary: one subcommand.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,22 @@ def add(
 ) -> None:
     """Accept a further key of an enrolled owner, who keeps the key file elsewhere."""
     print(f"wrote {keys.add_owner_key(config.read_daemon(config_path).daemon.state_dir, name, public)}")
+
+
+@app.command("guest")
+def guest(
+    name: Annotated[str, typer.Argument(help="what the guest is called: its service, say")],
+    run: Annotated[str, typer.Option("--run", help="the run whose samples it may generate")],
+    out: Annotated[Path, typer.Option("--out", help="where its key pair is written, mode 0600")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Make the key with which the owner of a service hosts one engine of a run (`scavenger guest`). Removing
+    keys/guests/NAME.pub revokes it."""
+    pair = keys.invite_guest(config.read_daemon(config_path).daemon.state_dir, name, run)
+    keys.write_keypair(out, pair)
+    print(
+        f"wrote {out}; give it to the service's owner: whoever has it reads samples and weights of run {run}"
+    )
 
 
 @app.command("retire")

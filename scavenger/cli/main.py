@@ -23,6 +23,7 @@ from scavenger.cli import (
     doctor,
     drain,
     gateway,
+    guest,
     init,
     join,
     ledger,
@@ -57,6 +58,7 @@ app.command()(init.init)
 app.command()(join.join)
 app.command()(drain.drain)
 app.command()(gateway.gateway)
+app.command()(guest.guest)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(top.top)
 app.command()(web.web)

@@ -24,7 +24,7 @@ from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
 
 log = structlog.get_logger()
-Owner = tuple[str, str]  # role ("daemon" | "owner"), name
+Owner = tuple[str, str]  # role ("daemon" | "owner" | "guest"), name
 
 
 class Enrolment:
@@ -44,6 +44,7 @@ class Enrolment:
         self._reported = dict(in_force)
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._guests: set[str] = set()  # public keys
         self._local = ""  # the key that runs of the state directory's own owner are recorded under
         self._warned: set[str] = set()
 
@@ -56,6 +57,12 @@ class Enrolment:
         for public, recorded in owners.items():
             self._keyring.allow(public, PeerIdentity("owner", recorded))
         self._owners = owners
+        guests = keys.guest_keys(self._state_dir, self._warn)
+        for gone in self._guests - {pair.public for pair in guests.values()}:
+            self._keyring.revoke(gone)
+        for pair in guests.values():
+            self._keyring.allow(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent))
+        self._guests = {pair.public for pair in guests.values()}
         # The ledger's runs name their owner's first key; its reports find the name here.
         names = {its[-1].public: name for name, its in enrolled.items()}
         own = self._own_key()
@@ -75,6 +82,7 @@ class Enrolment:
             for key in its
             if key.public in owners
         }
+        in_force |= {pair.public: ("guest", name) for name, pair in guests.items()}
         events += changes(
             self._reported,
             in_force,

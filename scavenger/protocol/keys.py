@@ -67,7 +67,10 @@ class OwnerKey(msgspec.Struct, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | worker; `since`: Unix seconds, 0 = not known."""
+    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | guest | worker.
+
+    `since`: Unix seconds, 0 = not known.
+    """
 
     role: str
     who: str
@@ -358,6 +361,46 @@ def _checked(public: str) -> str:
     return public
 
 
+# ---------------------------------------------------------------- guests: engines in the job of an inference service
+
+
+def _guest_path(state_dir: Path, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise AuthError(f"{name!r} cannot name a guest", "use letters, digits, '-', '_', '.' and '@'")
+    return state_dir / "keys" / "guests" / f"{name}.pub"
+
+
+def invite_guest(state_dir: Path, name: str, run: str) -> KeyPair:
+    """A fresh pair for one engine of one run in the job of a service. Its public half is kept; removing `keys/guests/NAME.pub` revokes it.
+
+    Who was invited under this name before is not any more.
+    """
+    path, pair = _guest_path(state_dir, name), generate(run, f"guest-{name}")
+    if not run or not run.isprintable() or " " in run:
+        raise AuthError(f"{run!r} cannot name a run", "name the run as its run.toml does")
+    write_private(path, f"{pair.public} {run}\n".encode())
+    return pair
+
+
+def guest_keys(state_dir: Path, report: Report | None = None) -> dict[str, KeyPair]:
+    """Of each guest, by name: the public key with its run and intent, no secret. `report` as in `owner_keys`."""
+    found: dict[str, KeyPair] = {}
+    for path in sorted((state_dir / "keys" / "guests").glob("*.pub")):
+        try:
+            words = read_private(path).decode("ascii", "replace").split()
+            if len(words) != 2 or len(words[0]) != Z85_KEY_LENGTH:
+                raise AuthError(
+                    f"{path} is no guest's file", "invite the guest again: `scavenger keys guest`"
+                )
+            found[path.stem] = KeyPair(words[0], "", words[1], f"guest-{path.stem}")
+        except AuthError as error:
+            if report is None:
+                raise
+            if path.exists():  # else it was removed just now
+                report(path.stem, error)
+    return found
+
+
 # ---------------------------------------------------------------- changing keys
 
 
@@ -497,6 +540,16 @@ def listed(state_dir: Path) -> list[Listed]:
             )
             for key in its
         ]
+    found += [
+        Listed(
+            "guest",
+            f"{pair.run} {pair.intent}",
+            pair.public,
+            _guest_path(state_dir, name).stat().st_mtime,
+            "accepted",
+        )
+        for name, pair in guest_keys(state_dir).items()
+    ]
     for file in sorted((state_dir / "workers").glob("*.key")):
         try:
             pair, since = read_keypair(file), file.stat().st_mtime

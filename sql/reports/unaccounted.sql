@@ -24,6 +24,7 @@ SELECT 'an engine without an allocation' AS problem, w.run_id, w.intent_id,
 FROM v_workers w
 LEFT JOIN v_jobs j ON j.intent_id = w.intent_id
 WHERE w.kind = 'harvested'
+  AND w.intent_id NOT LIKE 'guest-%' -- it lives in the job of an inference service, which is none of ours
   AND NOT EXISTS (SELECT 1 FROM v_gpu_allocations h WHERE h.intent_id = w.intent_id AND h.restart_count = w.incarnation)
   AND (j.intent_id IS NULL OR j.ended_at IS NOT NULL OR j.restart_count > w.incarnation
        OR (j.restart_count = w.incarnation AND j.last_state = 'RUNNING' AND j.flags NOT LIKE '%COMPLETING%'))

@@ -118,6 +118,7 @@ class WorkerIdentity:
     pid: int
     jitter: float = 0.0
     slot: str = ""
+    guest: bool = False  # bounded by its host (`Bounded`): it takes no lease before that says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,13 @@ class Serves(WorkerEvent):
     """This worker began or ended to serve a version to others, or a part of one."""
 
     serving: messages.Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded(WorkerEvent):
+    """So many leases at most from now on, as the host of this worker says (`scavenger guest`). 0: the engine shall give its memory back."""
+
+    leases: int
 
 
 @dataclass(frozen=True, slots=True)

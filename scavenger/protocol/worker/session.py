@@ -31,6 +31,7 @@ from scavenger.protocol.worker.events import (
     EXIT_REFUSED,
     NOT_SPECULATED,
     AddRefused,
+    Bounded,
     Build,
     Built,
     Connect,
@@ -105,7 +106,7 @@ class Session:
         new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
     ) -> None:
         self.phase = WorkerPhase.CONNECTING
-        self.work = Work(limits.message_tokens, now, new_buffer)
+        self.work = Work(limits.message_tokens, now, new_buffer, room=0 if identity.guest else None)
         self.progress = 0  # decode iterations of the engine, for heartbeats
         self.speculated = NOT_SPECULATED  # as the engine says, for heartbeats too
         self._identity = identity
@@ -196,6 +197,7 @@ class Session:
             memory=self.work.memory,
             memory_order=self.work.memory_order,
             bytes_held=self.work.bytes_held,
+            room=self.work.room,
         )
         return [SendMessage(hello)]
 
@@ -245,7 +247,8 @@ class Session:
             return [note, *void, *self._farewell()]
         if first:
             self._spec = welcome.engine
-            return [note, Build(welcome.engine)]
+            asleep = self.work.bound(0, now, built=True) if self.work.room == 0 else []
+            return [note, Build(welcome.engine), *asleep]
         return [note, *void, *self.work.resume()]
 
     def _rejected(self, message: messages.Rejected, now: float) -> list[WorkerAction]:
@@ -331,6 +334,14 @@ class Session:
             ),
         ]
 
+    def _bounded(self, event: Bounded, now: float) -> list[WorkerAction]:
+        """The daemon is told of another number at once, and not only with the next heartbeat. Its host repeats one to hear what runs."""
+        news = event.leases != self.work.room
+        actions = self.work.bound(event.leases, now, built=self._spec is not None)
+        if news and self.phase is WorkerPhase.JOINED:
+            self._heartbeat_at = now
+        return actions
+
     def _farewell(self) -> list[WorkerAction]:
         assert self._ending is not None
         code = self._ending.code
@@ -374,6 +385,7 @@ _ON_EVENT: dict[type[WorkerEvent], _Handler] = {
     Built: lambda s, e, now: s.work.built(e, now),
     Woken: lambda s, e, now: s.work.woken(e, now),
     Serves: lambda s, e, now: s.work.serves(e, now),
+    Bounded: Session._bounded,
     Slept: lambda s, e, now: s.work.fell_asleep(e, now),
     Terminate: lambda s, e, now: s._begin_end(EndWorker(EXIT_PREEMPTED, e.reason), s._limits.notice_s, now),
     WorkerTick: lambda _s, _e, _now: [],

@@ -14,7 +14,7 @@ Boundary: what is served, apart from how the connection is kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from scavenger.protocol import messages
@@ -218,6 +218,10 @@ class LeaseTable:
     def all(self) -> tuple[WorkerLease, ...]:
         return tuple(self._by_sample.values())
 
+    def running(self) -> list[WorkerLease]:
+        """Those that the engine generates."""
+        return [held for held in self._by_sample.values() if held.runs]
+
     def find(self, sample_id: int, epoch: int | None = None) -> WorkerLease | None:
         """The lease of a sample, if it is of this epoch."""
         held = self._by_sample.get(sample_id)
@@ -305,7 +309,11 @@ class Work:
     """The work of one session. Every method returns what to do, in order."""
 
     def __init__(
-        self, message_tokens: int, now: float, new_buffer: Callable[[], TokenBuffer] = TokenBuffer
+        self,
+        message_tokens: int,
+        now: float,
+        new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
+        room: int | None = None,
     ) -> None:
         self.leases = LeaseTable(new_buffer)
         self.loaded_version = -1
@@ -324,10 +332,11 @@ class Work:
         self._engine_order = (
             0  # of the last Sleep or Wake that the engine was given; its older answers are ignored
         )
+        self.room = room  # leases that its host lets it have; None: it has no such host
         self._terms: messages.Welcome | None = None
         self._message_tokens = message_tokens
         self._acked_at = now
-        self._rate_tokens = 0
+        self._rate_tokens = self.generated_tokens = 0
         self._rate_since = now
         self.cache_tokens = self.best_batch = 0  # as the engine says, once it is built
         self._wake_s = 0.0
@@ -413,6 +422,7 @@ class Work:
             speculated.drafted,
             speculated.accepted,
             speculated.verifications,
+            self.room,
         )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
@@ -471,6 +481,7 @@ class Work:
             held.extend(delta)
             self.leases.changed(held)
             self._rate_tokens += len(delta.token_ids)
+            self.generated_tokens += len(delta.token_ids)
             if delta.token_ids:
                 self._token_at = now
                 actions += self._resumed(now)
@@ -513,12 +524,26 @@ class Work:
     def assign(self, message: messages.Assign, now: float) -> list[WorkerAction]:
         if self.closed:
             return []  # not held: the goodbye, and every heartbeat, says so
+        if self.room is not None:
+            return self._assigned_within(self.room, message.leases, now)
         if self.memory in (
             "falling-asleep",
             "asleep",
         ):  # the order to wake was lost, and is repeated: nothing else may wake it
             return [LogNote("asleep", f"{len(message.leases)} leases came to an engine that sleeps")]
         return [action for lease in message.leases for action in self._assigned(lease, now)]
+
+    def _assigned_within(self, room: int, leases: Sequence[messages.Lease], now: float) -> list[WorkerAction]:
+        """What does not fit any more goes back untouched: the daemon assigned it before it knew."""
+        actions: list[WorkerAction] = []
+        back = []
+        for lease in leases:
+            known = self.leases.find(lease.sample_id, lease.epoch) is not None
+            if known or len(self.leases.running()) + len(self._waiting) < room:
+                actions += self._assigned(lease, now)
+            else:
+                back.append(messages.Held(lease.sample_id, lease.epoch, len(lease.accepted) // 4))
+        return [*actions, *(self._send(messages.Yielded(tuple(back))) if back else [])]
 
     def _assigned(self, lease: messages.Lease, now: float) -> list[WorkerAction]:
         present = self.leases.find(lease.sample_id)
@@ -693,6 +718,37 @@ class Work:
         self.memory, self._engine_order = "waking", message.order
         return [WakeEngine(message.order)]
 
+    def bound(self, room: int, now: float, *, built: bool) -> list[WorkerAction]:
+        """So many leases at most from now on. Those beyond go back with their tokens, the shortest first: they cost least to prefill
+        again. With none the engine gives its memory back; with some it takes it again. `built`: there is an engine.
+        """
+        self.room = room
+        actions = self._yield_beyond(room, now)
+        if not built:
+            return actions
+        if room == 0 and self.memory in ("awake", "waking"):
+            self.memory, self._engine_order = "falling-asleep", self._engine_order - 1
+            self._token_at = self._paused_at = None
+            actions.append(SleepEngine(self._engine_order))
+        elif room > 0 and self.memory in ("falling-asleep", "asleep"):
+            self.memory, self._engine_order = "waking", self._engine_order - 1
+            actions.append(WakeEngine(self._engine_order))
+        return actions
+
+    def _yield_beyond(self, room: int, now: float) -> list[WorkerAction]:
+        running = sorted(self.leases.running(), key=lambda held: (held.length, held.lease.sample_id))
+        over = len(running) + len(self._waiting) - room
+        if over <= 0:
+            return []
+        waiting, self._waiting = self._waiting[:over], self._waiting[over:]
+        untouched = tuple(messages.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in waiting)
+        back = running[: max(0, over - len(waiting))]
+        return [
+            *self._yield_leases(back, now),
+            *self.flush(),
+            *(self._send(messages.Yielded(untouched)) if untouched else []),
+        ]
+
     def fell_asleep(self, event: Slept, _now: float) -> list[WorkerAction]:
         if event.order != self._engine_order:
             return []  # woken meanwhile: the engine does both in order
@@ -701,10 +757,12 @@ class Work:
 
     def _acknowledge_memory_order(self) -> list[WorkerAction]:
         """Say that the last order is carried out, if it is: the daemon takes the engine for neither asleep nor awake before."""
+        if not self.memory_order:
+            return []  # the daemon gave no such order: its host did, if any
         match self.memory:
             case "asleep":
                 return self._send(messages.Asleep(self.memory_order, self.bytes_held))
-            case "awake" if self.memory_order:
+            case "awake":
                 return self._send(messages.Awake(self.memory_order, self.bytes_held))
         return []
 

@@ -149,8 +149,9 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
         return []
     waiting: dict[int, list[Sample]] = {}
     # What the step under way waits for is kept free for it: a slot that one of a later step gave it would else go back to that.
-    most = run.engine.max_batch
-    left = sum(max(0, most - leases[w.id]) for w in samples.serving(run, samples.queued_version(run)))
+    left = sum(
+        max(0, w.most_leases - leases[w.id]) for w in samples.serving(run, samples.queued_version(run))
+    )
     for sample in run.queue.waiting(samples.queued_version(run)):
         group = sample.group
         left -= staleness.is_now(run, group)
@@ -162,9 +163,9 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     found: list[SamplePlacement] = []
     for step, some in sorted(waiting.items()):
         slots = [
-            Slots(w.id, leases[w.id], decided.limit, w.node)
+            Slots(w.id, leases[w.id], min(decided.limit, w.most_leases), w.node)
             for w in able
-            if leases[w.id] < decided.limit and samples.may_generate(w, some[0].group)
+            if leases[w.id] < min(decided.limit, w.most_leases) and samples.may_generate(w, some[0].group)
         ]
         for sample_id, worker_id in placement.place(
             (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
@@ -187,9 +188,9 @@ def give_way(core: Core, run: ActiveRun) -> None:
     waits = view.waits
     if not waits or run.stopped or run.ended:
         return
-    step, most = run.progress.newest[1], run.engine.max_batch
+    step = run.progress.newest[1]
     serving = [run.workers[slot.worker_id] for slot in view.slots()]
-    free = sum(max(0, most - len(worker.leases)) for worker in serving)
+    free = sum(max(0, worker.most_leases - len(worker.leases)) for worker in serving)
     later = [
         (worker, sample)
         for worker in serving
@@ -315,7 +316,7 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
     run = sample.group.run
     if worker is None or sample.id not in run.queue or run.stopped or run.ended:
         return
-    if samples.may_generate(worker, sample.group) and len(worker.leases) < run.engine.max_batch:
+    if samples.may_generate(worker, sample.group) and len(worker.leases) < worker.most_leases:
         run.queue.discard(sample)
         samples.lease(core, worker, [sample])
 

@@ -132,18 +132,17 @@ class LiveView:
 
     @cached_property
     def _slots(self) -> Sequence[Slots]:
-        most = self.max_batch
         version = self.version
         run = self._run
         if run.cached.serving is None or run.cached.serving[0] != version:
             run.cached.serving = version, samples.serving(run, version)
         if run.settings.max_off_policy_steps:
             # Samples of later steps take no slot from what the trainer works at: an engine that is full is found by the driver.
-            return [Slots(w.id, self._leases(w), most, w.node) for w in run.cached.serving[1]]
+            return [Slots(w.id, self._leases(w), w.most_leases, w.node) for w in run.cached.serving[1]]
         return [
             w.cached_slots
-            if w.cached_slots is not None and w.cached_slots.max_batch == most
-            else _slots_of(w, most)
+            if w.cached_slots is not None and w.cached_slots.max_batch == w.most_leases
+            else _slots_of(w, w.most_leases)
             for w in run.cached.serving[1]
         ]
 
@@ -163,7 +162,7 @@ class LiveView:
             serves=samples.serves_now(worker, self.version),
             leases=self._leases(worker),
             ahead=len(worker.leases) - self._leases(worker),
-            max_batch=self.max_batch,
+            max_batch=max(1, worker.most_leases),  # one that has no room does not serve
             joined_at=worker.joined_at,
             idle_since=worker.idle_since,
             tokens_per_s=worker.engine.tokens_per_s,

@@ -721,6 +721,7 @@ class EngineMetrics:
     moved_at: float = 0.0  # when it was last seen to do anything, Unix seconds
     cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown
     best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
+    room: int | None = None  # leases that its host lets it have, by its own word; None: it is not bounded
     entered: int = 0  # tokens that went into its KV cache, by what it was leased and generated
     speculated: Speculated = NOT_SPECULATED  # in its last heartbeat
 
@@ -780,6 +781,12 @@ class Worker:
     departure: Departure = field(default_factory=Departure)
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    @property
+    def most_leases(self) -> int:
+        """That it may hold: what its run's engines take, and no more than its host leaves it."""
+        most = self.run.engine.max_batch
+        return most if self.engine.room is None else min(most, self.engine.room)
 
     @property
     def cache_era(self) -> tuple[int, int]:

@@ -283,7 +283,7 @@ def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
     for worker in run.workers.values():
         if samples.servable(worker, worker.weights.loaded) and not worker.weights.switches:
             serving.setdefault(worker.weights.loaded, []).append(worker)
-    free = {v: sum(len(w.leases) < run.engine.max_batch for w in ws) for v, ws in serving.items()}
+    free = {v: sum(len(w.leases) < w.most_leases for w in ws) for v, ws in serving.items()}
     if not any(free.values()):
         return []  # before what waits is sorted
     wanted: dict[int, list[Sample]] = {}
@@ -333,11 +333,7 @@ def _engines(run: ActiveRun, serving: list[Worker]) -> list[affinity.Engine]:
     fastest = min(measured.values(), default=0.0)
     return [
         affinity.Engine(
-            w.id,
-            len(w.leases),
-            run.engine.max_batch,
-            w.node,
-            measured.get(w.id, 0.0) if w.leases else fastest,
+            w.id, len(w.leases), w.most_leases, w.node, measured.get(w.id, 0.0) if w.leases else fastest
         )
         for w in serving
     ]

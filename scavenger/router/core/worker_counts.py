@@ -81,7 +81,7 @@ def _role(worker: Worker) -> int:
     if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:
         return -1
     if worker.kind == "harvested":
-        return 0 if status is WorkerStatus.READY else -1
+        return 0 if status is WorkerStatus.READY and worker.engine.room != 0 else -1
     return 1 if status is WorkerStatus.READY or status is WorkerStatus.LOADING else 2
 
 

@@ -139,6 +139,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
         worker.memory.wake_s = wake_s
         worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
+    bounded(worker, beat.room)
     worker.weights.pause_s = min(beat.weights_pause_s, MOST_REPORTED_S)
     _count_speculated(worker, beat)
     _ask_again(core, worker)
@@ -157,6 +158,16 @@ def _count_speculated(worker: Worker, beat: Heartbeat) -> None:
         run.speculated.accepted + max(0, told.accepted - before.accepted),
         run.speculated.verifications + max(0, told.verifications - before.verifications),
     )
+
+
+def bounded(worker: Worker, room: int | None) -> None:
+    """Its host lets it have so many leases from now on. What it has beyond that it gives back itself."""
+    if room == worker.engine.room:
+        return
+    worker.engine.room, worker.cached_slots = room, None
+    due = worker.run.due
+    due.samples = due.recount = due.fleet = True
+    due.changed_workers.append(worker)
 
 
 def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:

@@ -1,0 +1,133 @@
+"""A rollout engine beside an inference service: real daemon, trainer, worker and `scavenger guest`; the service's load is mocked."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.demo.site import DemoSite, SiteOptions
+from scavenger.protocol import keys
+from tests.guest.service import MockService, service
+from tests.system import play
+
+pytestmark = pytest.mark.mpi
+
+
+@contextmanager
+def hosted(site: DemoSite, beside: MockService, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`scavenger guest` with a key of the run `small`."""
+    key = site.dir / "guest.key"
+    keys.write_keypair(key, keys.invite_guest(site.state_dir, "svc", "small"))
+    argv = [
+        *(sys.executable, "-m", "scavenger", "guest", "--service", beside.url),
+        *("--objective", "ttft_p99=500ms tpot_p99=60ms", "--daemon", str(site.state_dir), "--key", str(key)),
+        *("--engine", "reference", "--most", "4", "--poll", "0.2", "--nice", "0"),
+    ]
+    with log.open("wb") as out, subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(20)
+
+
+def said(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def holds(site: DemoSite) -> int:
+    """Leases that guests hold now."""
+    rows = play.ask(
+        site,
+        "SELECT count(*) FROM leases l JOIN workers w ON w.worker_id = l.worker_id "
+        "WHERE l.ended_at IS NULL AND w.left_at IS NULL AND w.intent_id = 'guest-svc'",
+    )
+    return int(rows[0][0]) if rows else 0
+
+
+def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_service(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5), poll_interval_s=0.2, max_engines=0)
+    log = tmp_path / "guest.out"
+    with DemoSite(options) as site, service() as beside:
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": 80},
+            engine={"max_batch": 8, "pace": 3.0},
+            reserved={"window": 0.0},
+        )
+        training = play.submit(site, run)
+        with hosted(site, beside, log) as process:
+            play.wait_for(
+                "the guest to hold samples with tokens", lambda: play.busy(site) and holds(site) <= 4
+            )
+
+            beside.wait(9)
+            play.wait_for("the guest to give all samples back", lambda: _cut(log) and holds(site) == 0)
+            step = play.steps_done(site)
+            play.wait_for("the run to go on without it", lambda: play.steps_done(site) > step)
+            assert holds(site) == 0
+            back = play.ask(
+                site,
+                "SELECT count(*) FROM leases l JOIN workers w ON w.worker_id = l.worker_id WHERE w.intent_id = 'guest-svc' "
+                "AND l.reason = 'given back'",
+            )
+            assert back[0][0] > 0
+
+            beside.wait(0)
+            play.wait_for("the guest to hold samples again", lambda: holds(site) > 0)
+            beside.end()
+            assert process.wait(30) == 0
+        report = said(log)[-1]["report"]
+        assert report["tokens"] > 0
+        assert report["sample_s"] > 0
+        assert report["cuts"] == 1
+        assert report["kills"] == 0
+        assert report["free_s"] < 5
+        play.wait_for("the guest to be gone", lambda: not play.workers(site))
+        done = play.cut_short(site, training)
+        found = play.result(site).until(done)
+        assert found == play.as_long(undisturbed, found, small_model, tmp_path)
+
+
+def _cut(log: Path) -> bool:
+    """By the first line of the burst: samples of the guest ran, so that it was not the service alone."""
+    return any(line.get("verdict") == "burst" and "is cut from" in line["reason"] for line in said(log))
+
+
+def test_a_guest_that_is_killed_takes_its_engine_along_and_nothing_else(
+    tmp_path: Path, small_model: Path
+) -> None:
+    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5), poll_interval_s=0.2, max_engines=0)
+    log = tmp_path / "guest.out"
+    with DemoSite(options) as site, service() as beside:
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": 80},
+            engine={"max_batch": 8, "pace": 3.0},
+            reserved={"window": 0.0},
+        )
+        training = play.submit(site, run)
+        with hosted(site, beside, log) as process:
+            play.wait_for("the guest to hold samples", lambda: holds(site) > 0)
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            play.wait_for("its engine to have said goodbye", lambda: not play.workers(site))
+        left = play.ask(site, "SELECT reason FROM workers WHERE intent_id = 'guest-svc'")
+        assert "hosts it has ended" in left[0][0]
+        step = play.steps_done(site)
+        play.wait_for("the run to go on", lambda: play.steps_done(site) > step)
+        play.cut_short(site, training)
