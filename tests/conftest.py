@@ -82,6 +82,7 @@ SERVICES: dict[str, Callable[[], str]] = {
     "faketime": lambda: "" if faketime() else "no libfaketime here",
     "containers": lambda: lacks("ch-run") if lacks("apptainer") else "",
     "browser": lambda: lacks("chromium"),
+    "prometheus": lambda: lacks("prometheus"),
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 
