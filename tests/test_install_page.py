@@ -97,17 +97,16 @@ def interpreter(version: str, tools: Path) -> Path:
     """This one, or one that is found here and whole; without any the test is skipped."""
     if version == ".".join(map(str, sys.version_info[:2])):
         return Path(sys.executable).resolve()
-    found = [
-        shutil.which(f"python{version}"),
-        *(Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"),
-    ]
-    for one in filter(None, found):
+    on_path = shutil.which(f"python{version}")
+    found = [Path(on_path)] if on_path else []
+    found += sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
+    for one in found:
         probe = (
             f"import sys, venv, ensurepip, sqlite3, ssl; assert '%d.%d' % sys.version_info[:2] == '{version}'"
         )
         if subprocess.run([one, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0:
-            return Path(one)
-    argv = [tools / "uv", "python", "find", "--managed-python", "--no-project", version]
+            return one
+    argv = [str(tools / "uv"), "python", "find", "--managed-python", "--no-project", version]
     managed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     if managed.returncode != 0:
         pytest.skip(f"no Python {version} here: neither on PATH, nor pyenv's, nor uv's")

@@ -39,10 +39,14 @@ def tracked() -> list[str]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, so that no `build/` of an earlier day is in what is built from it and none is left in the clone."""
     copy = tmp_path_factory.mktemp("source")
-    for name in tracked():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, copy / name)
+    copied_clone(copy)
     return copy
+
+
+def copied_clone(folder: Path) -> None:
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
 
 
 def wheel_of(source: Path, folder: Path) -> Path:
