@@ -168,7 +168,8 @@ setup(
     entry_points={"console_scripts": ["scavenger = scavenger.cli.main:main"]},
     cmdclass={"build_py": BuildWithData},
     classifiers=[
-        "Programming Language :: Python :: 3.11",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
     ],

@@ -93,6 +93,7 @@ SERVICES: dict[str, Callable[[], str]] = {
     "containers": lambda: lacks("ch-run") if lacks("apptainer") else "",
     "browser": lambda: lacks("chromium"),
     "sandbox": lacks_bubblewrap,
+    "prometheus": lambda: lacks("prometheus"),
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 

@@ -1,7 +1,8 @@
 """The commands of docs/install.md, typed as they stand, in a copy of the clone: with pip, uv and pipx, from a wheel.
 
 Those of the package are run by tests/system/test_deb.py, the clone's by every run of scripts/bootstrap and by scripts/slurm-matrix
---quickstart. `/opt/scavenger` is a folder of the test's. uv and pipx come from the package index.
+--quickstart. `/opt/scavenger` is a folder of the test's. uv and pipx come from the package index. Pythons beside this one are those that
+are found here (PATH, pyenv, uv); those of Debian 13 and testing: `scripts/slurm-matrix 24.11 26.05 -- tests/test_install_page.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from pathlib import Path
 import pytest
 
 import scavenger
+from tests.test_daemon_start import running, site
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
 MAX_MB = 150
 HEADING = "With pip, uv or pipx"
 #: Blocks that this file runs, by their first words.
-WHEEL, PIP, TRAINING, UV, PIPX = range(5)
+WHEEL, PIP, TRAINING, HASHES, UV, PIPX = range(6)
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def blocks(heading: str) -> list[str]:
@@ -80,7 +83,7 @@ def searched(tools: Path, *first: Path) -> str:
 
 
 def test_every_command_of_the_page_belongs_to_a_test() -> None:
-    assert len(blocks(HEADING)) == 5
+    assert len(blocks(HEADING)) == 6
     assert len(blocks("Debian and Ubuntu")) == 3, "tests/system/test_deb.py runs them"
     assert blocks("From a clone") == [
         "./scripts/quickstart             # from a bare machine to a finished run, nothing asked\n"
@@ -90,22 +93,62 @@ def test_every_command_of_the_page_belongs_to_a_test() -> None:
     assert named == {scavenger.__version__}
 
 
+def interpreter(version: str, tools: Path) -> Path:
+    """This one, or one that is found here and whole; without any the test is skipped."""
+    if version == ".".join(map(str, sys.version_info[:2])):
+        return Path(sys.executable).resolve()
+    on_path = shutil.which(f"python{version}")
+    found = [Path(on_path)] if on_path else []
+    found += sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
+    for one in found:
+        probe = (
+            f"import sys, venv, ensurepip, sqlite3, ssl; assert '%d.%d' % sys.version_info[:2] == '{version}'"
+        )
+        if subprocess.run([one, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0:
+            return one
+    argv = [str(tools / "uv"), "python", "find", "--managed-python", "--no-project", version]
+    managed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    if managed.returncode != 0:
+        pytest.skip(f"no Python {version} here: neither on PATH, nor pyenv's, nor uv's")
+    return Path(managed.stdout.strip())
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_pip_installs_the_daemon_without_torch_and_under_150_mb(clone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", PYTHONS)
+def test_each_python_starts_a_daemon_without_torch_and_under_150_mb(
+    clone: Path, tools: Path, tmp_path: Path, version: str
+) -> None:
     place = tmp_path / "opt"
-    base = blocks(HEADING)[PIP].replace("[top,web]", "").replace("venv ", "venv --without-pip ")
+    base = blocks(HEADING)[PIP].replace("[top,web]", "")
+    base = base.replace("python3 -m venv ", f"{interpreter(version, tools)} -m venv --without-pip ")
     base = base.replace("/opt/scavenger/bin/pip", f"{sys.executable} -m pip --python /opt/scavenger")
+    assert str(sys.executable) in base
     began = time.monotonic()
     said = run(base, clone, place)
     took = time.monotonic() - began
     assert scavenger.__version__ in said
     assert "No broken requirements" in said
-    names = {path.name.split("-")[0] for path in place.glob("lib/python3*/site-packages/*.dist-info")}
+    names = {path.name.split("-")[0] for path in place.glob(f"lib/python{version}/site-packages/*.dist-info")}
     assert "scavenger" in names
     assert not {"torch", "transformers", "tokenizers"} & names
+    config = site(tmp_path)
+    program = ("env", "-u", "PYTHONPATH", str(place / "bin/scavenger"))
+    with running(config, argv=(*program, "daemon", "--config", str(config))) as daemon:
+        daemon.until("serving")
+        status = subprocess.run(
+            [*program, "status", "--config", str(config)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert status.returncode == 0, status.stdout + status.stderr
+        daemon.process.terminate()
+        assert daemon.ended() == 0, daemon.stderr
+    assert "Warning" not in daemon.stderr, "a new Python deprecates something"
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file() and not path.is_symlink())
-    print(f"{size / 1e6:.0f} MB with bytecode, {took:.0f} s")
+    print(f"Python {version}: {size / 1e6:.0f} MB with bytecode, {took:.0f} s")
     assert size < MAX_MB * 1e6
 
 
@@ -115,6 +158,22 @@ def test_pip_installs_what_the_page_says(clone: Path, tmp_path: Path) -> None:
     said = run(blocks(HEADING)[PIP], clone, tmp_path / "opt")
     assert scavenger.__version__ in said
     assert "No broken requirements" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_pip_installs_known_files_and_no_others(clone: Path, tmp_path: Path) -> None:
+    text = blocks(HEADING)[HASHES]
+    said = run(text, clone, tmp_path / "opt")
+    assert scavenger.__version__ in said
+    assert "No broken requirements" in said
+    make, install, *_ = text.splitlines()
+    known = (clone / "requirements-daemon.txt").read_text()
+    (clone / "changed.txt").write_text(re.sub(r"(?<=sha256:)[0-9a-f]{8}", "0" * 8, known))
+    changed = install.replace("requirements-daemon.txt", "changed.txt")
+    assert changed != install
+    said = run(f"{make}\n! {changed} 2>&1", clone, tmp_path / "other")
+    assert "DO NOT MATCH THE HASHES" in said
 
 
 @pytest.mark.long

@@ -1,18 +1,25 @@
 """The recipes of examples/containers and examples/modules: what they copy, install and promise, and that both containers hold the same.
 
-They are read here, not built: an image has several GB, and its base comes from a registry.
+The quick tests read them. A long one builds the Containerfile, for CPUs, where Buildah is there (Debian's charliecloud brings it); its
+base is made by mmdebstrap, since no image registry is reached. Apptainer is not in Debian 12 or 13: its definition is only read.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import scavenger
+from tests.test_resources import copied_clone, wheel_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTAINERFILE = ROOT / "examples/containers/Containerfile"
@@ -139,3 +146,93 @@ def test_the_module_says_where_the_environment_is_and_nothing_else_of_this_machi
     code = [line for line in text.splitlines() if line and not line.startswith("--")]
     assert 'local base = "/opt/scavenger"' in code
     assert 'prepend_path("PATH", pathJoin(base, "bin"))' in code
+
+
+class Buildah:
+    """Images in a folder of the test's: files alone, without overlays or another user's storage."""
+
+    def __init__(self, folder: Path) -> None:
+        self._argv = ["buildah", "--root", str(folder / "images"), "--runroot", str(folder / "run")]
+        self._env = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
+
+    def __call__(self, *arguments: str | Path, timeout_s: float = 120.0) -> str:
+        done = subprocess.run(
+            [*self._argv, *map(str, arguments)],
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout.strip()
+
+
+def of_this_host(folder: Path) -> Iterator[str]:
+    """How a build reaches the package indexes as this host does: a pip.conf of its own, and the files and folders that pip reads."""
+    listed = [sys.executable, "-m", "pip", "config", "list"]
+    said = subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout
+    named = {Path(one) for one in re.findall(r"/[^\s,'\"]+", said) if not one.endswith("/simple")}
+    for path in sorted(named | {Path("/etc/resolv.conf")}):
+        if path.exists() and not path.is_relative_to(
+            "/etc/ssl"
+        ):  # certificates are the image's own to install
+            yield f"--volume={path}:{path}:ro"
+    keys = {
+        name.removeprefix("PIP_").lower().replace("_", "-"): value
+        for name, value in os.environ.items()
+        if name.startswith("PIP_")
+    }
+    certificates = Path("/etc/ssl/certs/ca-certificates.crt")
+    if certificates.exists():
+        keys["cert"] = "/run/host.crt"
+        yield f"--volume={certificates}:/run/host.crt:ro"
+    (folder / "pip.conf").write_text(
+        "[global]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+    )
+    yield f"--volume={folder}/pip.conf:/etc/pip.conf:ro"
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_buildah_makes_an_image_that_trains(tmp_path: Path) -> None:
+    if shutil.which("buildah") is None:
+        pytest.skip("no buildah here")
+    base = tmp_path / "base.tar"
+    made = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", "bookworm", str(base)]
+    subprocess.run(made, check=True, capture_output=True, timeout=900)
+    buildah = Buildah(tmp_path)
+    holder = buildah("from", "scratch")
+    buildah("add", "--quiet", holder, base, "/", timeout_s=600)
+    buildah("commit", "--quiet", "--rm", holder, "localhost/base", timeout_s=600)
+
+    context = tmp_path / "clone"
+    copied_clone(context)
+    wheel_of(context, context / "dist")
+    arguments = ["--build-arg=BASE=localhost/base", "--build-arg=EXTRAS=trainer", "--network=host"]
+    buildah(
+        "build",
+        *arguments,
+        *of_this_host(tmp_path),
+        f"--file={context / CONTAINERFILE.relative_to(ROOT)}",
+        "--tag=scavenger-engine",
+        context,
+        timeout_s=3000,
+    )
+    engine = buildah("from", "scavenger-engine", timeout_s=600)
+    try:
+        assert buildah("run", engine, "scavenger", "version") == scavenger.__version__
+        assert buildah("run", engine, "python", "-c", IMPORTS).endswith("rank 0 of 1")
+        assert "scavenger" not in buildah("run", engine, "ls", "/usr/src"), "the wheel's copy is gone"
+    finally:
+        buildah("rm", engine)
+        buildah("rmi", "--all", "--force")
+
+
+IMPORTS = """
+import rollout.engines.reference, torch, trainer.loop.step
+from mpi4py import MPI
+assert trainer.loop.step.__file__.startswith("/opt/scavenger/")
+print("rank", MPI.COMM_WORLD.Get_rank(), "of", MPI.COMM_WORLD.Get_size())
+"""

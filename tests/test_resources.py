@@ -1,4 +1,4 @@
-"""SQL, job templates and migrations are found from a clone and from an installed wheel."""
+"""SQL, job templates and migrations are found from a clone and from an installed wheel; what wheel and source distribution hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,21 +28,50 @@ def shipped() -> list[str]:
     return sorted(found)
 
 
+def tracked() -> list[str]:
+    """The clone's files, without those of hidden folders and what git ignores."""
+    argv = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    names = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [name for name in names if name and not name.startswith(".") and (ROOT / name).is_file()]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no `build/` of an earlier day is in it and none is left in the clone."""
-    folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "source"
-    copy.mkdir()
-    for name in (*PACKAGES, "sql", "scripts", "examples"):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy2(ROOT / name, copy / name)
-    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(copy)])
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that no `build/` of an earlier day is in what is built from it and none is left in the clone."""
+    copy = tmp_path_factory.mktemp("source")
+    copied_clone(copy)
+    return copy
+
+
+def copied_clone(folder: Path) -> None:
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(source)])
     (built,) = folder.glob("scavenger-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked_sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a packager gets: the source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    argv = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(argv, cwd=source, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("scavenger-*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / built.name.removesuffix(".tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +118,23 @@ def test_a_wheel_holds_only_our_packages_and_its_licence(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
+
+
+def test_a_source_distribution_has_the_clone_s_files_and_makes_the_same_wheel(
+    unpacked_sdist: Path, wheel: Path, tmp_path: Path
+) -> None:
+    found = {
+        path.relative_to(unpacked_sdist).as_posix() for path in unpacked_sdist.rglob("*") if path.is_file()
+    }
+    made = {name for name in found if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert sorted(found - made) == sorted(tracked()), "MANIFEST.in says what is in it"
+    again = wheel_of(unpacked_sdist, tmp_path)
+    assert contents(again) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 @pytest.mark.parametrize("relative", ["../setup.py", "/etc/passwd", "", "sql/../../x"])

@@ -21,12 +21,13 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, JobState
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError
+from scavenger.harvest.decide.actions import comment_of
 from scavenger.ledger import records as rec
 from scavenger.ledger import store
 from scavenger.ledger.read import reader, reports
 from scavenger.router.core.events import WorkerLife
 from tests import slurm_faults
-from tests.harvest.world import World, layout, running, spec, until
+from tests.harvest.world import UID, World, layout, running, spec, until
 from tests.ledger.examples import written
 
 pytestmark = pytest.mark.slurm
@@ -243,7 +244,10 @@ def _without(info: ClusterInfo) -> ClusterInfo:
 
 @contextlib.contextmanager
 def site(folder: Path, poll_s: float, *, qos: bool, asks_accounting: bool = False) -> Iterator[Site]:
-    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=qos)) as sandbox:
+    settings = {"AccountingStoreFlags": "job_comment"} if qos else {}
+    with SlurmSandbox(
+        msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=qos, settings=settings)
+    ) as sandbox:
         yield Site(sandbox, folder, poll_s, asks_accounting=asks_accounting)
 
 
@@ -287,3 +291,16 @@ def test_the_ledger_has_what_sacct_says(tmp_path: Path, asks_accounting: bool) -
         here.account.read(here.eyes, sorted(here.jobs().values()))
         here.ledger()
         agrees(here, 2.0 if asks_accounting else 1.1 * here.poll_s + 1.0)
+        says_whose_each_job_is(here)
+
+
+def says_whose_each_job_is(site: Site) -> None:
+    """As docs/site.md has an admin ask: every life of each job names its run, and the job's name is the ledger's id."""
+    command = "sacct -n -P -X -D -S now-1day -o JobID,JobName,Comment"
+    found = [line.split("|", 2) for line in site.sandbox.run(*command.split()).splitlines()]
+    ids = {str(job_id): intent for intent, job_id in site.jobs().items()}
+    ours = [row for row in found if row[0] in ids]
+    assert len(ours) >= 2 * len(ids), "each was requeued"
+    assert {(job, name, comment) for job, name, comment in ours} == {
+        (job, intent, comment_of(UID, intent, "run")) for job, intent in ids.items()
+    }

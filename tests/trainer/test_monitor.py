@@ -354,6 +354,8 @@ def test_w_and_b_offline(tmp_path: Path) -> None:
     assert b"owner.key" not in data
 
 
+# MLflow's own tables, with the SQLAlchemy of constraints.txt.
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
 @needs_mlflow
 def test_mlflow_has_one_run_for_all_attempts_and_no_secret(tmp_path: Path) -> None:
     """The real one, on a database of its own; a tracking server is the same code behind HTTP."""
