@@ -144,8 +144,8 @@ def test_a_window_has_the_p99_of_half_a_minute_and_the_median_of_the_last_second
         views.append(window.view(float(second), read, peak=4 if second == 1 else 0))
     assert views[0] is None
     found = [(view.ttft_p99_s, view.ttft_now_s, view.samples) for view in views[1:] if view is not None]
-    assert [p99 > 0.1 for p99, _, _ in found] == [True, True, True, False, False]
-    assert [now > 0.1 for _, now, _ in found] == [True, False, False, False, False]
+    assert [p99 is not None and p99 > 0.1 for p99, _, _ in found] == [True, True, True, False, False]
+    assert [now is not None and now > 0.1 for _, now, _ in found] == [True, False, False, False, False]
     assert [samples for *_, samples in found] == [4, 4, 4, 0, 0]
 
 
