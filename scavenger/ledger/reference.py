@@ -49,7 +49,11 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "logprob_bytes": "Bytes of `chunks.logprobs`.",
         "raw_logprob_bytes": "Bytes of `chunks.raw_logprobs`.",
     },
-    "v_tool_calls": {"answer_bytes": "Bytes of `tool_calls.answer`; null while no answer is known."},
+    "v_tool_calls": {
+        "state": "`answered`; `asked`: there is no answer yet, and its episode is open; `unknown`: its episode is over, and whether "
+        "the call took effect, nobody knows.",
+        "answer_bytes": "Bytes of `tool_calls.answer`; null while no answer is known.",
+    },
     "v_cluster_polls": {"day": "Days since 1970 in UTC; joins `v_days`."},
     "v_now": {"unix_s": "The ledger's last commit: what reports take for now.", "utc": "The same to read."},
     "v_days": {
