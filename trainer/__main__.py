@@ -299,6 +299,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             config.sampling.max_tokens,
             kept.write,
             episodes,
+            [one.name for one in config.data.sets],
         )
         ending.listen(terminal=options.local)
         engines = of_job(os.environ)

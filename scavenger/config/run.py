@@ -300,8 +300,8 @@ class EngineSection(Section):
     max_batch: Positive = 64
     """Samples that one engine generates at once."""
     pace: Annotated[float, Field(ge=0)] = 0.0
-    """Tokens a second at most, for each sample. 0: no bound. It slows a toy model down to a large one's
-    speed."""
+    """Tokens a second at most, for each sample (with `speculation`: passes). 0: no bound. It slows a toy model down
+    to a large one's speed."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     """vLLM: share of each GPU's memory that an engine takes for weights and cache. Reserved engines share
     their GPUs with the trainer: both must fit."""
@@ -310,7 +310,8 @@ class EngineSection(Section):
     a GPU it is always so."""
     speculation: Literal["none", "group"] = "none"
     """`group`: what a sample's siblings said are its drafts, which the engine verifies several tokens at a time
-    ([engines.md](engines.md#grouped-speculation)). It changes no token."""
+    ([engines.md](engines.md#grouped-speculation)). The reference engine's tokens stay the same; vLLM's have the same
+    distribution."""
     vllm: dict[str, JsonValue] = {}
     """vLLM: any other engine argument, by its Python name. Refused are those that the run or its job decides.
     Harvested engines take numbers, switches and plain names, and what the admin allows besides
@@ -824,6 +825,10 @@ class RunConfig(Section):
             raise ValueError(
                 "run.harvest = false needs reserved.workers >= 1: without harvested engines reserved ones must generate"
             )
+        if self.algorithm.kv == "keep" and self.engine.vllm.get("enable_prefix_caching") is False:
+            raise ValueError(
+                'algorithm.kv = "keep" needs engine.vllm.enable_prefix_caching: leave that option out'
+            )
         if self.run.nodes_per_engine > 1:
             self._spans_nodes()
         if self.algorithm.router_replay:
@@ -867,6 +872,10 @@ class RunConfig(Section):
         if "speculative_config" in self.engine.vllm:
             raise ValueError(
                 "engine.speculation and engine.vllm.speculative_config are both set; remove one of them"
+            )
+        if self.engine.vllm.get("async_scheduling"):
+            raise ValueError(
+                f"engine.vllm.async_scheduling and engine.speculation: vLLM does not do both; {off}"
             )
         if self.algorithm.router_replay:
             raise ValueError(

@@ -358,7 +358,7 @@ class SimEngine:
             if one.done:
                 self.lost += one.target - one.given
             elif len(self._buffer) == before:
-                stays = one.asked.salt >= 0 and self.batch.is_running(handle)
+                stays = one.asked.begun_version >= 0 and self.batch.is_running(handle)
                 length = self.batch.remove(handle, self._sim.now)
                 self.lost += length - one.given
                 if stays:

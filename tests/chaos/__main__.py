@@ -70,7 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {','.join(KINDS)} (disk needs root; default: all but disk)",
     )
     parser.add_argument(
-        "--off-policy", type=int, default=0, help="steps that are generated in advance (default 0)"
+        "--off-policy",
+        type=int,
+        choices=range(17),
+        default=0,
+        help="steps that are generated in advance, 0 to 16 (default 0), with kv = keep; the reference engine keeps no cache",
     )
     parser.add_argument("--steps", type=int, default=0, help="of the run (default: grows with --kills)")
     parser.add_argument(
@@ -140,7 +144,9 @@ def _faults(outcome: Outcome) -> dict[str, int]:
 
 def _as_table(options: Options, outcome: Outcome) -> str:
     kills = sum(count for name, count in outcome.done.items() if name.startswith("kill"))
-    title = f"{kills} kills, {options.steps} steps, {options.backend}, {options.database}, seed {options.seed}: {outcome.wall_s:.0f} s"
+    ahead = f", {options.off_policy} in advance" if options.off_policy else ""
+    where = f"{options.backend}, {options.database}, seed {options.seed}"
+    title = f"{kills} kills, {options.steps} steps{ahead}, {where}: {outcome.wall_s:.0f} s"
     return table(title, outcome.audit, _faults(outcome))
 
 
@@ -150,6 +156,7 @@ def _as_json(options: Options, outcome: Outcome) -> str:
         "backend": options.backend,
         "database": options.database,
         "steps": options.steps,
+        "off_policy": options.off_policy,
     }
     found = outcome.audit
     return json.dumps(

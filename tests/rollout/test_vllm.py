@@ -162,7 +162,9 @@ def test_what_a_cache_kept_over_new_weights_is_used_by_samples_begun_before_them
                 cached[output.request_id] = output.num_cached_tokens
                 yield output
 
-        async def of(handle: int, salt: int, accepted: tuple[int, ...] = ()) -> tuple[int, Any]:
+        async def of(
+            handle: int, begun: int, accepted: tuple[int, ...] = (), history: str = "h"
+        ) -> tuple[int, Any]:
             asked = Request(
                 handle,
                 prompt,
@@ -171,7 +173,8 @@ def test_what_a_cache_kept_over_new_weights_is_used_by_samples_begun_before_them
                 Sampling(8 + len(accepted)),
                 11,
                 SampleKey("train", 3, 0, 0),
-                salt,
+                begun,
+                history,
             )
             made = (await finish(engine, asked))[handle]
             before = accepted + made.token_ids
@@ -182,12 +185,14 @@ def test_what_a_cache_kept_over_new_weights_is_used_by_samples_begun_before_them
         try:
             await of(1, 1)
             await engine.load(2, models.views(fresh))
-            assert [(await of(n, salt))[0] for n, salt in ((2, 2), (3, -1))] == [0, 0], "begun now"
+            assert [(await of(n, begun))[0] for n, begun in ((2, 2), (3, -1))] == [0, 0], "begun now"
             found, gap = await of(4, 1, (3, 1, 2))
             assert found >= CPU_BLOCK
             assert gap > 0.01, (
                 "its logprobs are those that it was sampled by: of old entries under new weights"
             )
+            found, _ = await of(6, 1, (3, 1, 2), history="another")
+            assert found == 0, "version 1 of another history of the ledger is another one"
             found, gap = await of(5, -1, (3, 1, 2))
             assert gap < kind.close_logprobs, "whose entries are of the new weights"
         finally:

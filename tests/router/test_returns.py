@@ -52,11 +52,11 @@ def switching(kv: str = "keep") -> tuple[Bench, Lease]:
 
 def test_it_returns_to_its_engine_though_another_has_a_free_slot_and_names_whose_entries_it_may_use() -> None:
     bench, ahead = switching()
-    assert ahead.salt == 1, "it was begun with version 1"
+    assert ahead.begun_version == 1, "it was begun with version 1"
     assert bench.leases(W2) == []
     bench.say(W1, WeightsLoaded(2, root(2)))
     [lease] = bench.leases(W1)
-    assert (lease.sample_id, lease.version, len(lease.accepted) // 4, lease.salt) == (2, 2, 3, 1)
+    assert (lease.sample_id, lease.version, len(lease.accepted) // 4, lease.begun_version) == (2, 2, 3, 1)
     assert bench.router.core.runs["r"].returning == {}
     why = [record.reason for record in bench.ledger.log if isinstance(record, rec.Decision)]
     assert "begun on worker 1, which has its KV cache and loaded version 2" in why
@@ -65,7 +65,7 @@ def test_it_returns_to_its_engine_though_another_has_a_free_slot_and_names_whose
 def test_without_it_the_first_free_slot_takes_it() -> None:
     bench, ahead = switching("recompute")
     [lease] = bench.leases(W2)
-    assert (lease.sample_id, lease.version, ahead.salt, lease.salt) == (2, 2, -1, -1)
+    assert (lease.sample_id, lease.version, ahead.begun_version, lease.begun_version) == (2, 2, -1, -1)
 
 
 @pytest.mark.parametrize("ended", ["goodbye", "late"])
@@ -87,7 +87,7 @@ def test_an_evaluation_uses_no_entries_but_those_of_its_version() -> None:
     bench.publish()
     bench.submit(step=1, purpose="eval", groups=specs(1, 1))
     [lease] = bench.join(W1)
-    assert lease.salt == -1
+    assert lease.begun_version == -1
 
 
 def test_a_daemon_that_restarts_knows_that_caches_are_kept() -> None:
@@ -95,3 +95,13 @@ def test_a_daemon_that_restarts_knows_that_caches_are_kept() -> None:
     bench.restart()
     run = bench.router.core.runs["r"]
     assert (run.settings.keeps_cache, run.returning) == (True, {})
+
+
+def test_an_evaluation_goes_before_what_returns() -> None:
+    bench, _ = switching()
+    bench.submit(step=1, version=2, purpose="eval", groups=specs(4, 1))
+    bench.say(W1, WeightsLoaded(2, root(2)))
+    leases = [lease for conn in (W1, W2) for lease in bench.leases(conn)]
+    assert sorted(lease.key.purpose for lease in leases) == ["eval"] * 4, (
+        "four samples of it, and none in advance"
+    )

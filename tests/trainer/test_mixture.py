@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
-from scavenger.config import RunConfig
+from scavenger.config import AlgorithmSection, RewardSection, RunConfig
 from scavenger.errors import ConfigError
 from tests.trainer.test_datasets import problems_of, write
-from tests.trainer.test_recovery import Judge, group, scoring
+from tests.trainer.test_recovery import Judge, group
+from trainer.algorithms.scoring import Scoring
 from trainer.data.mixture import Mixture
 from trainer.loop.metrics import parts
 
@@ -127,10 +130,29 @@ def test_a_set_that_is_too_small_and_a_column_that_has_the_name_are_told_with_th
 
 
 def test_each_set_s_rewards_have_a_metric_of_their_own() -> None:
-    """Those that an earlier attempt recorded count too; a prompt of no set has none."""
-    said: list[str] = []
-    judge = Judge("v2")
+    """Those that an earlier attempt recorded count too; a prompt of no set has none, and no column names a metric."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    sections = RewardSection(), AlgorithmSection()
     hard = msgspec.structs.replace(group((1.0, "v2"), (None, "")), group_id=1, meta='{"data_set": "hard"}')
-    plain = msgspec.structs.replace(group((None, ""), (None, "")), group_id=2)
-    scored = [scoring(judge, said).score(one) for one in (hard, plain)]
-    assert parts(one for of_group in scored for one in of_group.parts) == {"reward_of_hard": 1.5}
+    plain = msgspec.structs.replace(
+        group((None, ""), (None, "")), group_id=2, meta='{"data_set": ["of a column"]}'
+    )
+
+    def found(sets: Sequence[str]) -> dict[str, float]:
+        scoring = Scoring(Judge("v2"), tokenizer, *sections, print, sets=sets)
+        scored = [scoring.score(one) for one in (hard, plain)]
+        return parts(one for of_group in scored for one in of_group.parts)
+
+    assert found(["hard", "easy"]) == {"reward_of_hard": 1.5}
+    assert found([]) == {}
+
+
+def test_errors_name_the_set_s_own_keys(model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    config = config_of(model_folder, tmp_path, sets=[{"name": "a", "path": path}])
+    with pytest.raises(ConfigError, match=r"data\.sets\.path: .*rows\.jsonl"):
+        problems_of(config)
+    write(path, [{"question": "11"}])
+    with pytest.raises(ConfigError) as refused:
+        problems_of(config)
+    assert "set data.sets.prompt_field" in str(refused.value)

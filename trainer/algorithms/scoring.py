@@ -128,10 +128,13 @@ class Scoring:
         max_tokens: int = 1,
         seen: Callable[[Judged], None] = _ignore,
         episodes: Episodes | None = None,
+        sets: Collection[str] = (),
     ) -> None:
-        """`seen`: told of each group as it was scored. `episodes`: samples are episodes, which came with their rewards."""
+        """`seen`: told of each group as it was scored. `episodes`: samples are episodes, which came with their rewards. `sets`: names of
+        `data.sets`, each of which has a metric."""
         self._seen = seen
         self._episodes = episodes
+        self._sets = tuple(sets)
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._mask_errors = reward.on_reward_error == "mask"
@@ -215,7 +218,8 @@ class Scoring:
         parts = [reward.parts for reward in good]
         if self._episodes is not None:
             parts = [self._episodes.parts(sample) for sample, _, why in samples if not why]
-        if of_set := json.loads(pending.group.meta or "{}").get(DATA_SET):
+        of_set = json.loads(pending.group.meta or "{}").get(DATA_SET) if self._sets else None
+        if of_set in self._sets:
             parts = [*parts, *({f"of_{of_set}": reward} for _, reward, why in samples if not why)]
         judged = Judged(pending.group, samples, tuple(part for part in parts if part))
         judged = self.mask_suspects(judged)

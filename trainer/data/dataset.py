@@ -34,14 +34,14 @@ class Item:
         return {"row": self.row} | self.columns | ({} if self.answer is None else {"answer": self.answer})
 
 
-def read(data: DataSection, path: Path) -> list[Item]:
-    """The rows of `path`, files in the order of their names. Raises `ConfigError` naming file, row and column.
+def read(data: DataSection, path: Path, key: str = "data") -> list[Item]:
+    """The rows of `path`, files in the order of their names. `key`: where `path` stands in run.toml, such as "data.sets".
 
-    Unless `data.answer_field` is set, rows may have no answer: all of them, or none.
+    Raises `ConfigError` naming file, row and column. Unless `data.answer_field` is set, rows may have no answer: all of them, or none.
     """
     items: list[Item] = []
-    for number, (where, row) in enumerate(raw(data.task, path)):
-        items.append(_item(row, data, where, number))
+    for number, (where, row) in enumerate(raw(data.task, path, key)):
+        items.append(_item(row, data, where, number, key))
         if (items[-1].answer is None) != (items[0].answer is None):
             have, lack = ("it", "a row before it") if items[0].answer is None else ("a row before it", "it")
             raise ConfigError(
@@ -53,29 +53,30 @@ def read(data: DataSection, path: Path) -> list[Item]:
     return items
 
 
-def raw(task: str, path: Path) -> Iterator[tuple[str, Any]]:
+def raw(task: str, path: Path, key: str = "data") -> Iterator[tuple[str, Any]]:
     """Every row as it stands in the files, with the place that errors name. Raises `ConfigError`."""
-    for file in _files(path, SUFFIX[task]):
-        yield from _jsonl(file) if task == "jsonl" else _parquet(file)
+    for file in _files(path, SUFFIX[task], key):
+        yield from _jsonl(file, key) if task == "jsonl" else _parquet(file, key)
 
 
-def _files(path: Path, suffix: str) -> list[Path]:
+def _files(path: Path, suffix: str, key: str) -> list[Path]:
     if not path.is_dir() and "*" not in path.name:
         return [path]
     found = sorted(path.rglob(f"*{suffix}") if path.is_dir() else path.parent.glob(path.name))
     if not found:
         raise ConfigError(
-            f"data.path: {path} holds no *{suffix}", 'set data.task to "jsonl" or "parquet", as the files are'
+            f"{key}.path: {path} holds no *{suffix}",
+            f'set {key}.task to "jsonl" or "parquet", as the files are',
         )
     return found
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _jsonl(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         # A line ends with a line feed alone: U+2028 and others that str.splitlines knows may stand in a JSON text as they are.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path: {path}: {error}", "give a JSONL file in UTF-8") from error
+        raise ConfigError(f"{key}.path: {path}: {error}", "give a JSONL file in UTF-8") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -86,7 +87,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{where}: not JSON: {error}", "each line is one object") from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -96,12 +97,12 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         table = parquet.read_table(path)
     except (OSError, ArrowException) as error:
-        raise ConfigError(f"data.path: {path}: {error}", "give a Parquet file") from error
+        raise ConfigError(f"{key}.path: {path}: {error}", "give a Parquet file") from error
     for number, row in enumerate(table.to_pylist()):
         yield f"{path}, row {number}", row
 
 
-def _item(row: Any, data: DataSection, where: str, number: int) -> Item:
+def _item(row: Any, data: DataSection, where: str, number: int, key: str) -> Item:
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where}: {type(row).__name__} where an object is wanted",
@@ -110,13 +111,13 @@ def _item(row: Any, data: DataSection, where: str, number: int) -> Item:
     wanted = {"prompt_field": data.prompt_field} | (
         {"answer_field": data.answer_field} if "answer_field" in data.model_fields_set else {}
     )
-    for key, field in wanted.items():
+    for column, field in wanted.items():
         if row.get(field) is None:
             there = ", ".join(repr(name) for name, value in row.items() if value is not None)
             raise ConfigError(
                 f"{where}: no {field!r}; there is {there or 'no other column'}",
-                f"set data.{key} to the column's name"
-                + (", or leave it out if rows have no answer" if key == "answer_field" else ""),
+                f"set {key}.{column} to the column's name"
+                + (", or leave it out if rows have no answer" if column == "answer_field" else ""),
             )
     _check_json(row, where)
     columns = {name: value for name, value in row.items() if name != data.prompt_field}

@@ -326,7 +326,7 @@ class PromptSource:
         for one, held_out in zip(sets, counts, strict=True):
             data = self._data_of(one)
             template = PromptTemplate(config.model.path, data)
-            items, rows = self._fitting(dataset.read(data, one.path), template, one.path)
+            items, rows = self._fitting(dataset.read(data, one.path, "data.sets"), template, one.path)
             if any(DATA_SET in item.columns for item in items):
                 raise ConfigError(
                     f"{one.path}: a column is named {DATA_SET!r}, which says of which set a row is",
@@ -399,7 +399,7 @@ class PromptSource:
         """The chosen rows of a set. Raises `ConfigError` where it has fewer."""
         data = self._data_of(one)
         _, rows = self._fitting(
-            dataset.read(data, one.path), PromptTemplate(self._config.model.path, data), one.path
+            dataset.read(data, one.path, "eval.sets"), PromptTemplate(self._config.model.path, data), one.path
         )
         if one.prompts > len(rows):
             raise ConfigError(

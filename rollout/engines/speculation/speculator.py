@@ -63,9 +63,13 @@ class Speculator:
         """As in `Groups`."""
         self.groups.leave(handle)
 
+    def rests(self, rows: int) -> bool:
+        """Whether the next pass, over so many samples, gets no drafts: they did not pay lately. Its samples' tokens may come later."""
+        return self._pausing > 0 and 2 * rows > self._pause_rows
+
     def propose(self, room: Mapping[Hashable, int]) -> Proposal:
         """For a pass over these samples. `room`: by handle, how many drafted tokens may be verified, by the sample's own limits."""
-        if self._pausing and 2 * len(room) > self._pause_rows:
+        if self.rests(len(room)):
             self._pausing -= 1
             return Proposal(
                 {}, DraftLength(0, float(len(room)), f"drafts did not pay: {self._pausing} passes more")

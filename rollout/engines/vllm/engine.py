@@ -345,7 +345,8 @@ class VllmEngine:
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
         params = _params(request, self._layout.vocab_size)
         self._serial += 1
-        name = request_name(self._serial, request.key, request.prompt)
+        drafts = self._spec.speculation != "none"
+        name = request_name(self._serial, request.key, request.prompt) if drafts else str(self._serial)
         stream = asyncio.create_task(self._stream(request, params, name), name=name)
         self._streams[request.handle] = stream
         stream.add_done_callback(lambda task: self._ended(request.handle, task))
@@ -404,9 +405,11 @@ class VllmEngine:
                 return
 
     def _salt(self, request: Request) -> str:
-        """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them."""
-        run = self._host.run
-        return f"{run}/{self._version}" if request.salt < 0 else f"{run}/begun/{request.salt}"
+        """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them. In
+        another history of the ledger the same numbers are other weights."""
+        where = f"{self._host.run}/{request.history}"
+        begun = request.begun_version
+        return f"{where}/{self._version}" if begun < 0 else f"{where}/begun/{begun}"
 
     async def _note_speculated(self) -> None:
         """Ask vLLM's process what speculation did, once in a while."""

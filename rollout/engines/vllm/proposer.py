@@ -84,10 +84,11 @@ class GroupProposer:
         for gone in self._lengths.keys() - set(running):
             self._speculator.leave(gone)
             del self._lengths[gone]
-        room: dict[Hashable, int] = {}
+        rests = self._speculator.rests(len(requests))
+        room: dict[Hashable, int] = dict.fromkeys(requests, 0) if rests else {}
         for row, (request, made) in enumerate(zip(requests, sampled, strict=True)):
             length = int(lengths[row])
-            if made and self._follow(request, tokens[row], length):
+            if made and not rests and self._follow(request, tokens[row], length):
                 room[request] = self._context_length - length - 1
         self._drafts = dict(self._speculator.propose(room).drafts) if room else {}
         self._positions = len(room) + sum(len(draft.tokens) for draft in self._drafts.values())

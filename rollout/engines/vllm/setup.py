@@ -192,6 +192,8 @@ def _refuse_speculation(spec: EngineSpec, host: EngineHost, options: dict[str, A
         raise EngineError(
             "engine.speculation and engine.vllm.speculative_config are both set", "set one of them"
         )
+    if options.get("async_scheduling"):
+        raise EngineError("engine.vllm.async_scheduling and engine.speculation: vLLM does not do both", off)
     if spec.routing:
         raise EngineError("vLLM does not tell which experts a token goes to with engine.speculation", off)
     if host.gpus > 1:

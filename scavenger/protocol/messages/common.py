@@ -100,7 +100,7 @@ class EngineSpec(MessagePart, frozen=True):
     routing: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUTING)] = 0
     adapter_rank: Count = 0  # of adapters that it keeps beside their base; 0 = it merges them
     keep_cache: bool = (
-        False  # of the KV cache, over a load of weights; what is found in it is by `Lease.salt`
+        False  # of the KV cache, over a load of weights; what is found in it is by `Lease.begun_version`
     )
     speculation: Speculation = "none"  # "group": what a sample's siblings said are its drafts
 

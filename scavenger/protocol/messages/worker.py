@@ -38,7 +38,7 @@ class SampleKey(MessagePart, frozen=True):
 class Lease(MessagePart, frozen=True):
     """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
 
-    `salt`: version under which the sample was begun, where its engine may use what its KV cache has of samples begun so, though other
+    `begun_version`: under which the sample was begun, where its engine may use what its KV cache has of samples begun so, though other
     weights made it (`algorithm.kv`); -1: what `version` made alone.
     """
 
@@ -50,7 +50,7 @@ class Lease(MessagePart, frozen=True):
     sampling: Sampling
     seed: int
     key: SampleKey
-    salt: int = -1
+    begun_version: int = -1
 
 
 class Held(MessagePart, frozen=True):

@@ -40,7 +40,8 @@ class Request:
 
     `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
     ("reference") draws the token at position p (0 = first completion token, whichever lease produced it) from (seed, key, p) alone. An
-    engine that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens). `salt`: as in `Lease`.
+    engine that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens). `begun_version`: as in
+    `Lease`. `history`: of the ledger, in which versions have their numbers.
     """
 
     handle: int
@@ -50,7 +51,8 @@ class Request:
     sampling: Sampling
     seed: int
     key: SampleKey
-    salt: int = -1
+    begun_version: int = -1
+    history: str = ""
 
 
 @dataclass(frozen=True, slots=True)

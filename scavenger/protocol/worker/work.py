@@ -139,8 +139,8 @@ class WorkerLease:
             self.finish is not None and not self.unacked and (self.length > self.base or self._finish_acked)
         )
 
-    def request(self) -> Request:
-        """The engine's request: what is left of the sample's one token budget."""
+    def request(self, history: str) -> Request:
+        """The engine's request: what is left of the sample's one token budget. `history`: of the ledger."""
         lease = self.lease
         return Request(
             handle=self.handle,
@@ -150,7 +150,8 @@ class WorkerLease:
             sampling=lease.sampling,
             seed=lease.seed,
             key=lease.key,
-            salt=lease.salt,
+            begun_version=lease.begun_version,
+            history=history,
         )
 
     def held(self) -> Held:
@@ -562,7 +563,7 @@ class Work:
         actions = self._forget([present]) if present is not None else []
         held = self.leases.take(lease)
         if held.finish is None:
-            return [*actions, Add(held.request())]
+            return [*actions, Add(held.request(self.ledger))]
         self.flush_at = now  # complete already: say so
         return actions
 

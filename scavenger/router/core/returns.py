@@ -49,23 +49,23 @@ def _loads(worker: Worker) -> bool:
     )
 
 
-def welcome(core: Core, worker: Worker) -> None:
-    """A worker has loaded: lease it what returns to it."""
+def lease_returning(core: Core, worker: Worker) -> None:
+    """A worker has loaded: lease it what returns to it. Not while somebody waits for an evaluation, and not in the place of turns."""
     run = worker.run
     mine = [sample_id for sample_id, (worker_id, _) in run.returning.items() if worker_id == worker.id]
+    free = worker.most_leases - len(worker.leases) - len(run.turns.queue)
     able: list[Sample] = []
     for sample_id in sorted(mine):
         del run.returning[sample_id]
         sample = core.samples.get(sample_id)
-        room = len(worker.leases) + len(able) < run.engine.max_batch
         if (
             sample is not None
-            and room
+            and len(able) < free
             and sample_id in run.queue
             and samples.may_generate(worker, sample.group)
         ):
             able.append(sample)
-    if able and not (run.stopped or run.ended):
+    if able and run.progress.newest[0] == "train" and not (run.stopped or run.ended):
         for sample in able:
             run.queue.discard(sample)
         samples.lease(core, worker, able)

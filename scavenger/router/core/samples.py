@@ -120,8 +120,8 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.assigned_at = None
     core.lease_granted(sample)
     core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
-    salt = staleness.salt(sample, version)
-    lease = Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, salt)
+    begun = staleness.begun_version(sample, version)
+    lease = Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, begun)
     return lease, accepted
 
 

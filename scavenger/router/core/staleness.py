@@ -78,8 +78,8 @@ def mixture(sample: Sample) -> Mixture:
     return ((sample.group.version, sample.accepted),)
 
 
-def salt(sample: Sample, version: int) -> int:
-    """Whose entries of an engine's KV cache a lease of this version may use: `Lease.salt`."""
+def begun_version(sample: Sample, version: int) -> int:
+    """`Lease.begun_version` of a lease of this version."""
     if not (sample.group.run.settings.keeps_cache and is_bounded(sample.group)):
         return -1
     found = mixture(sample)

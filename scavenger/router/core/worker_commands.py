@@ -119,7 +119,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     )
     if worker.status is WorkerStatus.LOADING:
         worker.transition(WorkerStep.SERVE)
-    returns.welcome(core, worker)
+    returns.lease_returning(core, worker)
     steer(core, worker)
 
 

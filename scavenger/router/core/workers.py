@@ -153,6 +153,8 @@ def _count_speculated(worker: Worker, beat: Heartbeat) -> None:
     if told == before:
         return
     worker.engine.speculated, run = told, worker.run
+    if before is None:  # what it did before this daemon heard of it, as after a restart
+        return
     run.speculated = Speculated(
         run.speculated.drafted + max(0, told.drafted - before.drafted),
         run.speculated.accepted + max(0, told.accepted - before.accepted),
