@@ -71,10 +71,11 @@ def read_token(path: Path) -> str:
     """The token in `path`, made where there is none. Raises `AuthError` where it is another user's, others can read it, or it is none."""
     if not path.exists():
         keys.write_private(path, secrets.token_urlsafe(32).encode())
-    token = keys.read_private(path).decode("ascii", "replace").strip()
-    if len(token) < 20:
+    token = keys.read_private(path).decode("utf-8", "replace").strip()
+    if not re.fullmatch(r"[\x21-\x7e]{20,}", token):
         raise AuthError(
-            f"{path} holds no token of 20 characters or more", f"remove {path}: a new one is made"
+            f"{path} holds no token of 20 ASCII characters or more without spaces",
+            f"remove {path}: a new one is made",
         )
     return token
 
@@ -158,10 +159,16 @@ def _host(request: Request) -> str:
 def _of_elsewhere(request: Request) -> bool:
     """Whether a browser asks on behalf of another page, one of another port of this host too: nobody reads it, but it costs a search.
 
-    A link that a reader follows is none. Programs say nothing of it.
+    A link that a reader follows is none; a frame, a WebSocket and what a page has prefetched are. Programs say nothing of it.
     """
-    site, mode = (request.headers.get(f"sec-fetch-{name}", "") for name in ("site", "mode"))
-    return site in ("cross-site", "same-site") and mode != "navigate"
+    said = request.headers
+    if "upgrade" in said or "prefetch" in said.get("sec-purpose", ""):
+        return True
+    followed = (said.get("sec-fetch-mode"), said.get("sec-fetch-dest", "document")) == (
+        "navigate",
+        "document",
+    )
+    return said.get("sec-fetch-site") in ("cross-site", "same-site") and not followed
 
 
 def _same(given: str, expected: str) -> bool:

@@ -70,6 +70,9 @@ class Connection(H11Protocol):
         """Close it, once what it was sent is read."""
         self._asked()
         self.transport.close()
+        if self._stalled is None and self.transport.get_write_buffer_size():
+            # asyncio waits for the rest to be sent, for ever, and says nothing of it below 64 KiB
+            self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
 
     def _wait(self) -> None:
         self._asked()

@@ -75,7 +75,12 @@ def _number(value: float) -> float | str:
 
 
 def _asked(request: dict[str, Any]) -> Any:
-    argv = [sys.executable, "-m", "scavenger.web.texts"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "scavenger.web.texts",
+    ]  # else modules of the folder that we run in come first
     try:
         done = subprocess.run(
             argv, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_S, check=False

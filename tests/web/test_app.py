@@ -21,7 +21,7 @@ from scavenger.errors import AuthError, ConfigError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.web import app as web
-from scavenger.web import charts
+from scavenger.web import charts, texts
 from tests.ledger.examples import T0
 from tests.top import sites
 from tests.web.sites import ledger
@@ -282,9 +282,22 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AuthError, match="can be read by others"):
         web.read_token(path)
     path.chmod(0o600)
-    path.write_text("short")
-    with pytest.raises(AuthError, match="20 characters"):
-        web.read_token(path)
+    for wrong in ("short", "\u043f\u0430\u0440\u043e\u043b\u044c" * 4, "twelve and twelve more"):
+        path.write_text(wrong, encoding="utf-8")
+        with pytest.raises(AuthError, match="20 ASCII characters"):
+            web.read_token(path)
+
+
+def test_no_module_of_the_folder_that_it_runs_in_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write there would run code as the server's user."""
+    for name in ("tokenizers", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        texts._asked({"tokenizer": str(tmp_path / "none.json"), "texts": []})
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_socket_is_this_users_only(tmp_path: Path) -> None:
@@ -333,7 +346,13 @@ def test_a_page_of_elsewhere_makes_a_browser_ask_nothing(tmp_path: Path) -> None
             asked = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
             for path in ("/runs/1/search?q=w", "/live", "/static/web.js"):
                 assert client.get(path, headers=asked).status_code == 403, (token, path)
-        for asked in (link, ours, {}):
+        for asked in (
+            link | {"Sec-Fetch-Dest": "iframe"},
+            {"Upgrade": "websocket", "Connection": "upgrade", "Origin": "http://localhost:1"},
+            {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Purpose": "prefetch;prerender"},
+        ):
+            assert client.get("/runs/1/search?q=w", headers=asked).status_code == 403, (token, asked)
+        for asked in (link, link | {"Sec-Fetch-Dest": "document"}, ours, {}):
             reply = client.get("/", headers=asked)
             assert reply.status_code == 200
             assert reply.headers["cross-origin-resource-policy"] == "same-origin"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,32 @@ def test_a_viewer_that_reads_nothing_is_left(
             with contextlib.suppress(OSError):
                 one.sendall(ask)
         assert ends.poll(0), "the connection is still open"
+
+
+def test_one_that_leaves_a_small_rest_unread_is_left_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a token: what asyncio holds of the replies is less than it speaks of, and a close waits for it."""
+    monkeypatch.setattr(connections, "STALLED_S", 0.5)
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    held: list[connections.Connection] = []
+    made = connections.Connection.connection_made
+
+    def small(self: connections.Connection, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+        held.append(self)
+
+    monkeypatch.setattr(connections.Connection, "connection_made", small)
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        one.connect(("127.0.0.1", port))
+        one.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 60)
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not (held and held[0].transport.get_write_buffer_size()):
+            time.sleep(0.02)  # until the server has more to send than fits
+        assert held[0].transport.get_write_buffer_size(), "nothing is unread: the test proves nothing"
+        while time.monotonic() < until and held[0].transport.get_write_buffer_size():
+            time.sleep(0.02)  # until it is given up
+        assert not held[0].transport.get_write_buffer_size(), "it is held for ever"
 
 
 def test_what_is_no_request_fills_no_log(port: int, caplog: pytest.LogCaptureFixture) -> None:

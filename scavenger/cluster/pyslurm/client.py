@@ -198,7 +198,12 @@ class Child:
         if wait_s > 0:
             cause = f"pyslurm's process failed {self._failures} times, and is started again in {wait_s:.0f} s: {self._last_words()}"
             raise ClusterUnavailable(cause, error_kind=ErrorKind.BACKEND)
-        argv = [sys.executable, "-m", "scavenger.cluster.pyslurm.process"]
+        argv = [
+            sys.executable,
+            "-P",
+            "-m",
+            "scavenger.cluster.pyslurm.process",
+        ]  # no modules of the folder that we run in
         # a session of its own: Ctrl-C is for the daemon, which then closes the pipe
         try:
             self._process = subprocess.Popen(
