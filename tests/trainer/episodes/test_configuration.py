@@ -33,7 +33,7 @@ def config(data: dict[str, Any], **sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("data", "sections", "why"),
     [
-        ({"environment": "e", "task": "jsonl", "path": "/x"}, {}, "leave out task and path"),
+        ({"environment": "e", "task": "jsonl", "path": "/x"}, {}, "leave out task, path and sets"),
         ({"environment_workers": 2}, {}, "environment_workers is of an environment"),
         ({"episode_turns": 2}, {}, "episode_turns is of an environment"),
         ({"sandbox": "bubblewrap"}, {}, "sandbox is of an environment"),
