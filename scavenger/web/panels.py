@@ -154,6 +154,14 @@ def row_of(connection: sa.Connection, sql: str, what: str) -> Row:
     return found[0]
 
 
+def may_read(connection: sa.Connection, table: str) -> bool:
+    """Whether this role may read the table itself: of PostgreSQL's roles `scavenger_read` reads views alone."""
+    if connection.dialect.name != "postgresql":
+        return True
+    asked = sa.text("SELECT has_table_privilege(CAST(:name AS regclass), 'SELECT')")
+    return bool(connection.execute(asked, {"name": table}).scalar())
+
+
 def run_link(row: Row) -> str:
     return f"/runs/{row['run_id']}"
 

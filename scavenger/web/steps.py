@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import sqlalchemy as sa
 
+from scavenger.errors import LedgerError
 from scavenger.web import charts, questions
 from scavenger.web.panels import (
     Page,
@@ -18,6 +19,7 @@ from scavenger.web.panels import (
     ask,
     clean,
     group_link,
+    may_read,
     metrics_of,
     row_of,
     sample_link,
@@ -25,6 +27,7 @@ from scavenger.web.panels import (
 )
 from scavenger.web.questions import filled
 
+NEEDS_CONTENTS = "which prompts are the same needs the role scavenger_contents"
 FILTERS = {
     "all": (0, 0),
     "moved": (1, 0),
@@ -84,6 +87,7 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
         back=questions.MOST_BACK,
         most=questions.MOST_SINCE,
     )
+    with_prompts = may_read(connection, "groups")
     if not attempts and not samples and not counts:
         row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
     choices = [(name, f"{here}?only={name.replace(' ', '+')}", name == chosen) for name in FILTERS]
@@ -122,10 +126,12 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
             table_of(
                 "The same prompts before",
                 shared,
-                ask(connection, shared),
+                ask(connection, shared) if with_prompts else [],
                 {"since_step": lambda row: f"{here}/since/{row['since_step']}"},
                 note=f"of the {questions.MOST_BACK} steps before; choose one to see which prompts' rewards changed since. "
-                f"Any other: {here}/since/STEP",
+                f"Any other: {here}/since/STEP"
+                if with_prompts
+                else f"not shown: {NEEDS_CONTENTS}",
             ),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
@@ -207,7 +213,10 @@ def _step_engines(connection: sa.Connection, run_id: int, number: int, commit: R
 
 
 def changed(connection: sa.Connection, run_id: int, number: int, since: int) -> Page:
-    """Prompts that two steps completed, those whose mean reward changed most first. Raises `LedgerError` where there is no such run."""
+    """Prompts that two steps completed, those whose mean reward changed most first. Raises `LedgerError` where there is no such run, or
+    the role may not read prompts."""
+    if not may_read(connection, "groups"):
+        raise LedgerError(NEEDS_CONTENTS, "name a ledger URL with that role")
     sql = filled(questions.CHANGED, run_id=run_id, step=number, since=since, most=questions.MOST_SAMPLES)
     found = ask(connection, sql)
     if not found:

@@ -26,6 +26,7 @@ from scavenger.ledger.read.reports import check, report
 from scavenger.ledger.schema import metadata
 from scavenger.ledger.store import open_engine, open_readonly
 from scavenger.protocol.messages import pack_logprobs, pack_tokens
+from scavenger.web import steps
 from tests.conftest import lacks
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, group, prologue, written
@@ -124,6 +125,18 @@ def test_a_reader_may_run_every_report(ledger: Site) -> None:
         assert report(ledger.url("scavenger_read"), name, "csv") == report(ledger.url(DAEMON), name, "csv"), (
             name
         )
+
+
+def test_a_reader_sees_a_step_s_page_and_is_told_what_prompts_need(ledger: Site) -> None:
+    engine = open_readonly(ledger.url("scavenger_read"))
+    try:
+        with engine.connect() as connection:
+            page = steps.step(connection, 1, 1, "all", -1)
+            assert "needs the role scavenger_contents" in page.panels[-1].note
+            with pytest.raises(LedgerError, match="needs the role scavenger_contents"):
+                steps.changed(connection, 1, 2, 1)
+    finally:
+        engine.dispose()
 
 
 def asked(url: str, folder: Path) -> StartFinding:
