@@ -15,6 +15,7 @@ from scavenger.guest import service
 from scavenger.guest.host import GuestHost, HostOptions
 from scavenger.policy.serving import ServingRules, objective_of
 from scavenger.protocol import keys
+from scavenger.protocol.messages import GUEST_INTENT
 
 
 def guest(
@@ -49,7 +50,7 @@ def guest(
 ) -> None:
     """Host one rollout engine beside an inference service, asleep unless the service has slack."""
     pair = keys.read_keypair(key)
-    if not pair.run or not pair.intent.startswith("guest-"):
+    if not pair.run or not pair.intent.startswith(GUEST_INTENT):
         raise ConfigError(
             f"{key} is no guest's key",
             "ask the site's admin for one: scavenger keys guest NAME --run RUN --out FILE",

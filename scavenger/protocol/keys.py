@@ -33,6 +33,7 @@ import zmq
 from blake3 import blake3
 
 from scavenger.errors import AuthError, DaemonUnavailable
+from scavenger.protocol.messages import GUEST_INTENT
 
 Z85_KEY_LENGTH = 40
 _MOST_BYTES = 16 * 1024
@@ -375,7 +376,7 @@ def invite_guest(state_dir: Path, name: str, run: str) -> KeyPair:
 
     Who was invited under this name before is not any more.
     """
-    path, pair = _guest_path(state_dir, name), generate(run, f"guest-{name}")
+    path, pair = _guest_path(state_dir, name), generate(run, f"{GUEST_INTENT}{name}")
     if not run or not run.isprintable() or " " in run:
         raise AuthError(f"{run!r} cannot name a run", "name the run as its run.toml does")
     write_private(path, f"{pair.public} {run}\n".encode())
@@ -392,7 +393,7 @@ def guest_keys(state_dir: Path, report: Report | None = None) -> dict[str, KeyPa
                 raise AuthError(
                     f"{path} is no guest's file", "invite the guest again: `scavenger keys guest`"
                 )
-            found[path.stem] = KeyPair(words[0], "", words[1], f"guest-{path.stem}")
+            found[path.stem] = KeyPair(words[0], "", words[1], f"{GUEST_INTENT}{path.stem}")
         except AuthError as error:
             if report is None:
                 raise

@@ -14,6 +14,7 @@ from scavenger.protocol.messages import (
     Drain,
     Heartbeat,
     PullAhead,
+    Revoke,
     Serving,
     Sleep,
     UseWeights,
@@ -324,3 +325,13 @@ def drain(core: Core, worker: Worker, reason: str) -> None:
         worker.transition(WorkerStep.DRAIN)
         worker.departure.reason, worker.run.due.fleet = reason, True
         core.send_durable(worker.conn, Drain(reason))
+
+
+def set_aside(core: Core, worker: Worker, reason: str) -> None:
+    """Its samples go elsewhere, and it leaves. That these samples failed here says nothing against them."""
+    held = list(worker.leases.values())
+    if held:
+        core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
+    for sample in held:
+        samples.release(core, sample, reason, regenerated=samples.lost_tokens(core, sample))
+    drain(core, worker, reason)

@@ -250,10 +250,11 @@ def gone(
     leased = list(worker.leases.values())
     salvaged = sum(s.accepted for s in leased)
     regenerated = 0
+    blamed = crashed and not worker.bounded
     for sample in leased:
         lost = 0 if flushed else samples.lost_tokens(core, sample)
         regenerated += lost
-        samples.release(core, sample, reason, regenerated=lost, crashed=crashed)
+        samples.release(core, sample, reason, regenerated=lost, crashed=blamed)
     core.record(
         rec.WorkerLeft(
             worker.id, reason, worker.departure.notice, len(leased), salvaged, regenerated, core.now
