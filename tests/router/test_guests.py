@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scavenger.policy.interface import Fact, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.protocol.messages import (
     PROTOCOL,
     Assign,
@@ -20,6 +21,7 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import guests
 from scavenger.router.core.events import HelloReceived, PeerIdentity
 from scavenger.router.core.guests import MOST_FAILURES
+from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.samples import servable
 from scavenger.router.core.state import RouterLimits
 from scavenger.router.core.worker_counts import fleet_sizes
@@ -45,15 +47,39 @@ def sizes(bench: Bench) -> tuple[int, int, int]:
 def test_a_guest_is_leased_no_more_than_its_host_lets_it_have() -> None:
     bench = started(n=6)
     assert bench.join(W1, room=0) == []
-    assert sizes(bench) == (0, 0, 0), (
-        "it is no engine that can generate: reserved ones are not to sleep for it"
-    )
+    assert sizes(bench) == (0, 0, 0)
     beat(bench, W1, [], 2)
     found = bench.leases(W1)
     assert len(found) == 2
-    assert sizes(bench) == (1, 0, 0)
+    assert sizes(bench) == (0, 0, 0), "reserved engines are not to sleep for it, nor the window to close"
     beat(bench, W1, found, 3)
     assert len(bench.leases(W1)) == 1
+
+
+def test_a_guest_is_bounded_in_what_policies_see_and_are_told_and_no_other_engine_is() -> None:
+    bench = started(n=6)
+    told: list[Fact] = []
+    run = bench.router.core.runs["r"]
+    run.policy.observe = lambda fact, now: told.append(fact)  # type: ignore[method-assign]
+    bench.join(W1, room=1)
+    bench.join(W2)
+    guest(bench, 52)
+    assert sizes(bench) == (1, 0, 0)
+    assert [one.bounded for one in LiveView(bench.router.core, run).workers] == [True, False, True]
+    bench.restart()
+    run = bench.router.core.runs["r"]
+    assert [one.bounded for one in LiveView(bench.router.core, run).workers] == [False, False, True], (
+        "by its key before it says anything"
+    )
+    run.policy.observe = lambda fact, now: told.append(fact)  # type: ignore[method-assign]
+    bench.tick(bench.limits.reconnect_s + 1)
+    found = {
+        (type(fact), fact.worker_id): fact.bounded
+        for fact in told
+        if isinstance(fact, WorkerJoined | WorkerReady | WorkerLost)
+    }
+    assert found[WorkerJoined, 3] and found[WorkerReady, 3] and found[WorkerLost, 3]
+    assert not (found[WorkerJoined, 2] or found[WorkerReady, 2] or found[WorkerLost, 2])
 
 
 def test_what_a_guest_gives_back_goes_to_another_engine_with_its_tokens_and_never_back_to_it() -> None:
@@ -139,7 +165,10 @@ def test_a_guest_whose_engine_dies_charges_no_sample_and_may_come_back() -> None
     bench.say(W1, Goodbye("out of memory", False, failed=True))
     assert {sample.failures for sample in bench.router.core.samples.values()} == {0}
     guest(bench, W2)
+    (found,) = bench.leases(W2)
+    bench.say(W2, SampleFailed(found.sample_id, found.epoch, "no memory"))
     assert len(bench.leases(W2)) == 1
+    assert bench.events("guest_refused") == []
 
 
 def test_a_harvested_engine_that_fails_a_sample_still_charges_it() -> None:

@@ -267,7 +267,9 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)
-    run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
+    run.policy.observe(
+        WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus, worker.bounded), core.now
+    )
     core.record(
         rec.WorkerJoined(
             worker.id,

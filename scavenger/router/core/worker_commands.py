@@ -115,6 +115,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
             core.now - worker.joined_at,
             message.pull_s,
             message.load_s,
+            worker.bounded,
         ),
         core.now,
     )

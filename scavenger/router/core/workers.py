@@ -203,7 +203,17 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
     if steady:
         at_mean = context - gained / 2
         worker.run.policy.observe(
-            EngineProgress(worker.id, worker.kind, worker.node, worker.gpus, batch, at_mean, gained, seconds),
+            EngineProgress(
+                worker.id,
+                worker.kind,
+                worker.node,
+                worker.gpus,
+                batch,
+                at_mean,
+                gained,
+                seconds,
+                worker.bounded,
+            ),
             core.now,
         )
 
@@ -271,6 +281,7 @@ def gone(
             preempted,
             reason,
             len(leased),
+            worker.bounded,
         ),
         core.now,
     )
