@@ -47,6 +47,10 @@ def guest(
         int,
         typer.Option("--nice", min=0, max=19, help="of the engine's process: the service's own comes first"),
     ] = 10,
+    pull_mb_per_s: Annotated[
+        float,
+        typer.Option("--pull-mb-per-s", min=0.0, help="of weights that it fetches, in 10^6 bytes; 0: any"),
+    ] = 0.0,
 ) -> None:
     """Host one rollout engine beside an inference service, asleep unless the service has slack."""
     pair = keys.read_keypair(key)
@@ -66,6 +70,7 @@ def guest(
         poll_s=poll_s,
         free_within_s=free_within_s,
         nice=nice,
+        pull_mb_per_s=pull_mb_per_s,
         rules=ServingRules(most=most),
     )
     raise typer.Exit(GuestHost(options).run())

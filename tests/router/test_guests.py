@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scavenger.policy.interface import Fact, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.protocol.messages import (
     PROTOCOL,
@@ -14,7 +16,11 @@ from scavenger.protocol.messages import (
     Rejected,
     ReportAgreement,
     SampleFailed,
+    Serving,
+    UseWeights,
     WeightsLoaded,
+    WeightSource,
+    Welcome,
     WorkerHello,
     Yielded,
 )
@@ -25,7 +31,7 @@ from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.samples import servable
 from scavenger.router.core.state import RouterLimits
 from scavenger.router.core.worker_counts import fleet_sizes
-from tests.router.harness import Bench, root, specs, started
+from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.test_agreement import EVERY, sums
 
 W1, W2 = 50, 51
@@ -46,9 +52,11 @@ def sizes(bench: Bench) -> tuple[int, int, int]:
 
 def test_a_guest_is_leased_no_more_than_its_host_lets_it_have() -> None:
     bench = started(n=6)
-    assert bench.join(W1, room=0) == []
-    assert sizes(bench) == (0, 0, 0)
-    beat(bench, W1, [], 2)
+    bench.hello(W1, room=0)
+    bench.tick(2.0)
+    assert bench.leases(W1) == []
+    bench.say(W1, Heartbeat((), 1, -1, room=2))
+    bench.say(W1, WeightsLoaded(1, root(1)))
     found = bench.leases(W1)
     assert len(found) == 2
     assert sizes(bench) == (0, 0, 0), "reserved engines are not to sleep for it, nor the window to close"
@@ -78,8 +86,10 @@ def test_a_guest_is_bounded_in_what_policies_see_and_are_told_and_no_other_engin
         for fact in told
         if isinstance(fact, WorkerJoined | WorkerReady | WorkerLost)
     }
-    assert found[WorkerJoined, 3] and found[WorkerReady, 3] and found[WorkerLost, 3]
-    assert not (found[WorkerJoined, 2] or found[WorkerReady, 2] or found[WorkerLost, 2])
+    assert found[WorkerJoined, 3]
+    assert found[WorkerReady, 3]
+    assert found[WorkerLost, 3]
+    assert not any(found[kind, 2] for kind in (WorkerJoined, WorkerReady, WorkerLost))
 
 
 def test_what_a_guest_gives_back_goes_to_another_engine_with_its_tokens_and_never_back_to_it() -> None:
@@ -221,3 +231,31 @@ def test_of_one_key_the_first_process_stays_and_the_second_waits_until_it_is_gon
     assert len(bench.leases(W2)) == 1
     guest(bench, W1)
     assert [retry for _, retry in refused(bench, W1)] == [True], "they do not evict each other"
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_guest_that_joins_loads_once_its_host_leaves_it_something(room: int) -> None:
+    bench = started(n=2)
+    bench.hello(W1, room=room)
+    bench.tick(2.0)
+    assert len(bench.take(W1, UseWeights)) == room
+    bench.say(W1, Heartbeat((), 1, -1, room=1))
+    bench.tick(0.5)
+    assert len(bench.take(W1, UseWeights)) == 1 - room
+
+
+def test_nobody_is_sent_to_a_guest_for_weights_nor_waits_for_it_on_its_node() -> None:
+    bench = started(n=2)
+    guest(bench, W1)
+    (welcome,) = bench.take(W1, Welcome)
+    assert not welcome.relay
+    bench.say(W1, Serving(1, root(1), WeightSource("tcp://127.0.0.1:2", "key", b"token")))
+    for conn, node in ((W2, "other"), (52, "service-node")):
+        bench.hello(conn, node=node)
+        (order,) = bench.take(conn, UseWeights)
+        assert order.sources == (SOURCE,)
+    (welcome,) = bench.take(W2, Welcome)
+    assert welcome.relay

@@ -59,7 +59,10 @@ def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> 
     limits = core.limits
     pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
     core.send_durable(
-        conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True)
+        conn,
+        Welcome(
+            worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=not worker.bounded
+        ),
     )
     worker.weights.loaded = worker.weights.asked = _proved_version(run, hello)
     if worker.weights.loaded >= 0:
