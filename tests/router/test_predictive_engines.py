@@ -341,7 +341,7 @@ def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
 # ---------------------------------------------------------------- an engine beside a service
 
 
-def guest(i: int, **more: object) -> WorkerView:
+def guest(i: int, **more: Any) -> WorkerView:
     return worker(i, bounded=True, max_batch=1, **more)
 
 
