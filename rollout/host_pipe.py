@@ -1,8 +1,9 @@
 """The pipe between a guest's engine and the process that hosts it (`scavenger guest`): how many samples it may hold, and what it does.
 
     standard input    one number a line: leases from now on; its end: the host is gone, and so is this worker, soon
-    standard output   one JSON object a line, after each number and each change of `memory`: `room`, `samples` (that the engine
-                      generates), `peak` (the most since the last line), `memory`, `tokens` (generated since it began)
+    standard output   one JSON object a line, after each number and each change of `memory`: `samples` (that the engine
+                      generates), `peak` (the most since the last line), `memory`, `tokens` (generated since it began), `heard` (how
+                      many numbers this is the outcome of)
 
 Boundary: standard input and output of the worker process.
 """
@@ -30,7 +31,7 @@ class HostPipe:
 
     def __init__(self, post: Callable[[WorkerEvent], None]) -> None:
         self._post = post
-        self._room = 0
+        self._heard = 0
         self._asked = True
         self._peak = 0
         self._memory = ""
@@ -44,9 +45,12 @@ class HostPipe:
         while line := await _line(reader):
             if not line.isascii() or not line.strip().isdigit():
                 raise HostFault(f"the host wrote {line[:MAX_LINE]!r}", "it is one number of samples a line")
-            self._room, self._asked = int(line), True
-            self._post(Bounded(self._room))
+            self._post(Bounded(int(line)))
         self._post(Terminate("the process that hosts it has ended"))
+
+    def heard(self) -> None:
+        """The worker has acted upon one number more. One that was only read says nothing of the memory yet."""
+        self._heard, self._asked = self._heard + 1, True
 
     def report(self, samples: int, memory: str, tokens: int) -> None:
         """Called after each event; writes a line where the host asked, or the memory's state changed."""
@@ -54,11 +58,11 @@ class HostPipe:
         if not self._asked and memory == self._memory:
             return
         line = {
-            "room": self._room,
             "samples": samples,
             "peak": self._peak,
             "memory": memory,
             "tokens": tokens,
+            "heard": self._heard,
         }
         self._asked, self._peak, self._memory = False, samples, memory
         sys.stdout.write(json.dumps(line) + "\n")

@@ -43,6 +43,7 @@ from scavenger.protocol.worker.events import (
     Abort,
     Add,
     AddRefused,
+    Bounded,
     Build,
     Built,
     Connect,
@@ -297,6 +298,8 @@ class RolloutWorker:
                     return action
                 self._perform(action)
             if self._host is not None:
+                if isinstance(event, Bounded):
+                    self._host.heard()
                 work = session.work
                 self._host.report(len(work.leases.running()), work.memory, work.generated_tokens)
             if session.may_generate:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import toml
+from scavenger import config, toml
 from scavenger.cli import main
 from scavenger.errors import AuthError
+from scavenger.ledger import store
 from scavenger.protocol import keys
 
 
@@ -116,3 +117,32 @@ def test_a_file_of_an_owner_that_holds_anything_else_is_refused(state: Path) -> 
     keys.write_private(state / "keys" / "owners" / "ada.pub", b"was it a key\n")
     with pytest.raises(AuthError, match="does not hold CURVE public keys"):
         keys.enrolled_owners(state)
+
+
+def test_a_guest_is_renewed_only_once_its_new_key_is_written(state: Path, tmp_path: Path) -> None:
+    first = keys.invite_guest(state, "chat", "math", tmp_path / "first.key")
+    assert keys.read_keypair(tmp_path / "first.key") == first
+    for out, why in ((tmp_path / "first.key", "exists"), (tmp_path / "none" / "a.key", "cannot be written")):
+        with pytest.raises(AuthError, match=why):
+            keys.invite_guest(state, "chat", "math", out)
+    (tmp_path / "link.key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AuthError, match="exists"):
+        keys.invite_guest(state, "chat", "math", tmp_path / "link.key")
+    assert keys.guest_keys(state)["chat"].public == first.public
+    assert keys.read_keypair(tmp_path / "first.key") == first
+
+    again = keys.invite_guest(state, "chat", "math", tmp_path / "second.key")
+    assert keys.guest_keys(state)["chat"].public == again.public != first.public
+    assert stat.S_IMODE((tmp_path / "second.key").stat().st_mode) == 0o600
+
+
+def test_a_guest_of_a_run_that_is_not_there_is_not_invited(state: Path, tmp_path: Path) -> None:
+    site = tmp_path / "scavenger.toml"
+    site.write_text(f'[daemon]\nstate_dir = "{state}"\n')
+    store.upgrade(config.read_daemon(site).ledger_url)
+    argv = ["keys", "guest", "chat", "--run", "mth", "--out", str(tmp_path / "a.key"), "--config", str(site)]
+    done = CliRunner().invoke(main.app, argv)
+    assert done.exit_code != 0
+    assert "no run called 'mth'" in str(done.exception) + done.output
+    assert not (tmp_path / "a.key").exists()
+    assert keys.guest_keys(state) == {}

@@ -15,6 +15,7 @@ from scavenger.guest import service
 from scavenger.guest.host import GuestHost, HostOptions
 from scavenger.policy.serving import ServingRules, objective_of
 from scavenger.protocol import keys
+from scavenger.protocol.messages import GUEST_INTENT
 
 
 def guest(
@@ -46,10 +47,14 @@ def guest(
         int,
         typer.Option("--nice", min=0, max=19, help="of the engine's process: the service's own comes first"),
     ] = 10,
+    pull_mb_per_s: Annotated[
+        float,
+        typer.Option("--pull-mb-per-s", min=0.0, help="of weights that it fetches, in 10^6 bytes; 0: any"),
+    ] = 0.0,
 ) -> None:
     """Host one rollout engine beside an inference service, asleep unless the service has slack."""
     pair = keys.read_keypair(key)
-    if not pair.run or not pair.intent.startswith("guest-"):
+    if not pair.run or not pair.intent.startswith(GUEST_INTENT):
         raise ConfigError(
             f"{key} is no guest's key",
             "ask the site's admin for one: scavenger keys guest NAME --run RUN --out FILE",
@@ -65,6 +70,7 @@ def guest(
         poll_s=poll_s,
         free_within_s=free_within_s,
         nice=nice,
+        pull_mb_per_s=pull_mb_per_s,
         rules=ServingRules(most=most),
     )
     raise typer.Exit(GuestHost(options).run())

@@ -12,6 +12,7 @@ import typer
 
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.errors import ConfigError
 from scavenger.host.user import user_name
 from scavenger.protocol import keys
 
@@ -60,13 +61,24 @@ def add(
 def guest(
     name: Annotated[str, typer.Argument(help="what the guest is called: its service, say")],
     run: Annotated[str, typer.Option("--run", help="the run whose samples it may generate")],
-    out: Annotated[Path, typer.Option("--out", help="where its key pair is written, mode 0600")],
+    out: Annotated[Path, typer.Option("--out", help="a new file for its key pair, mode 0600")],
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
     """Make the key with which the owner of a service hosts one engine of a run (`scavenger guest`). Removing
-    keys/guests/NAME.pub revokes it."""
-    pair = keys.invite_guest(config.read_daemon(config_path).daemon.state_dir, name, run)
-    keys.write_keypair(out, pair)
+    keys/guests/NAME.pub revokes it; the same name again renews it."""
+    from scavenger.ledger import store
+    from scavenger.ledger.read import reader
+
+    site = config.read_daemon(config_path)
+    engine = store.open_readonly(site.ledger_url)
+    try:
+        if reader.run_by_name(engine, run) is None:
+            raise ConfigError(
+                f"the ledger has no run called {run!r}", "`scavenger ledger report runs` lists them"
+            )
+    finally:
+        engine.dispose()
+    keys.invite_guest(site.daemon.state_dir, name, run, out)
     print(
         f"wrote {out}; give it to the service's owner: whoever has it reads samples and weights of run {run}"
     )

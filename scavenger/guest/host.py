@@ -14,6 +14,7 @@ Boundary: a child process, signals, HTTP through `service.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,9 +48,9 @@ class GuestError(ScavengerError):
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """`url`: of the metrics. `folder`: the daemon's public folder, or its state directory. `memory_share`: of the GPU's memory; 0: what
-    the run says. `nice`: of the engine's process, for CPUs that the service uses too. `start_within_s`: for the service's first page.
-    Times in seconds.
+    """`url`: of the metrics. `folder`: the daemon's public folder, or its state directory. `memory_share`: of the GPU's memory; 0: what the
+    run says. `nice`: of the engine's process, for CPUs that the service uses too. `pull_mb_per_s`: of weights, 10^6 bytes; 0: any.
+    `start_within_s`: for the service's first page. Times in seconds.
     """
 
     url: str
@@ -63,6 +64,7 @@ class HostOptions:
     window_s: float = 30.0
     free_within_s: float = 10.0
     nice: int = 10
+    pull_mb_per_s: float = 0.0
     start_within_s: float = 3600.0
     restart_s: float = 60.0
     rules: ServingRules = field(default_factory=ServingRules)
@@ -71,11 +73,11 @@ class HostOptions:
 class EngineLine(msgspec.Struct, frozen=True):
     """What the engine's process says of itself (`rollout/host_pipe.py`)."""
 
-    room: int
     samples: int
     peak: int
     memory: str
     tokens: int
+    heard: int  # numbers that it has acted upon
 
 
 @dataclass(slots=True)
@@ -97,45 +99,49 @@ class GuestReport:
     tokens: int = 0
 
 
+def engine_argv(options: HostOptions) -> list[str]:
+    """The command of the engine's process."""
+    return [
+        *("nice", "-n", str(options.nice), sys.executable, "-m", "rollout"),
+        *("--state-dir", str(options.folder), "--key", str(options.key)),
+        *("--kind", "harvested", "--run", options.run, "--engine", options.engine, "--guest"),
+        *("--memory-share", str(options.memory_share), "--pull-mb-per-s", str(options.pull_mb_per_s)),
+    ]
+
+
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Slurm's numbers of the service's job are not the engine's: nothing of ours may ever act on that job."""
+    return {name: value for name, value in environ.items() if not name.startswith("SCAVENGER_")}
+
+
 class EngineProcess:
     """One worker process. What it said last is `said`; None: nothing yet."""
 
-    def __init__(self, options: HostOptions) -> None:
-        argv = [
-            *(
-                "nice",
-                "-n",
-                str(options.nice),
-                sys.executable,
-                "-m",
-                "rollout",
-                "--state-dir",
-                str(options.folder),
-            ),
-            *("--key", str(options.key), "--kind", "harvested", "--run", options.run),
-            *("--engine", options.engine, "--guest", "--memory-share", str(options.memory_share)),
-        ]
-        # Slurm's numbers of the service's job are not this engine's: nothing of ours may ever act on that job.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SCAVENGER_")}
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._told = 0  # numbers written
+        self._cut: int | None = (
+            None  # which of them was the first 0 since one above; None: the last one was above
+        )
         self.said: EngineLine | None = None
         self.peak = 0
         self._child = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment), bufsize=0
         )
         self._lock = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._child.stdout is not None
-        stream = self._child.stdout
-        while line := stream.readline(MAX_LINE):
-            try:
-                said = msgspec.json.decode(line, type=EngineLine)
-            except msgspec.DecodeError:  # a library's own words
-                sys.stderr.buffer.write(line)
-                continue
-            with self._lock:
-                self.said, self.peak = said, max(self.peak, said.peak)
+        with self._child.stdout as stream:
+            while line := stream.readline(MAX_LINE):
+                try:
+                    said = msgspec.json.decode(line, type=EngineLine)
+                except msgspec.DecodeError:  # a library's own words
+                    sys.stderr.buffer.write(line)
+                    continue
+                with self._lock:
+                    self.said, self.peak = said, max(self.peak, said.peak)
 
     def take_peak(self) -> int:
         """The most samples at once since the last call, those of now included."""
@@ -146,6 +152,11 @@ class EngineProcess:
 
     def tell(self, budget: int) -> None:
         assert self._child.stdin is not None
+        self._told += 1
+        if budget > 0:
+            self._cut = None
+        elif self._cut is None:
+            self._cut = self._told
         try:
             self._child.stdin.write(f"{budget}\n".encode())
         except OSError:  # it ended; the next look finds its code
@@ -155,21 +166,34 @@ class EngineProcess:
         return self._child.poll()
 
     def frees(self) -> bool:
-        """Whether its memory is free: it sleeps, or is gone."""
-        return self.code() is not None or (self.said is not None and self.said.memory == "asleep")
+        """Whether its memory is free: it is gone, or it sleeps and had heard of the cut when it said so. That it slept before says nothing
+        of what it did with a budget since."""
+        if self.code() is not None:
+            return True
+        heard = self.said is not None and self._cut is not None and self.said.heard >= self._cut
+        return heard and self.said is not None and self.said.memory == "asleep"
 
     def end(self) -> int:
         """Ask it to leave, and kill it when it does not. Returns its code."""
         if self.code() is None:
             self._child.terminate()
         try:
-            return self._child.wait(LEAVE_S)
+            self._child.wait(LEAVE_S)
         except subprocess.TimeoutExpired:
-            return self.kill()
+            self._child.kill()
+        return self._ended()
 
     def kill(self) -> int:
         self._child.kill()
-        return self._child.wait()
+        return self._ended()
+
+    def _ended(self) -> int:
+        code = self._child.wait()
+        self._listener.join(LEAVE_S)  # what it said last counts
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
+        return code
 
 
 class GuestHost:
@@ -277,7 +301,7 @@ class GuestHost:
         """The engine's process: started where it may generate, killed where it does not give way. The code to end with, if it ended."""
         if self._engine is None:
             if self._budget and now >= self._start_after:
-                self._engine = EngineProcess(self._options)
+                self._engine = EngineProcess(engine_argv(self._options), engine_environment(os.environ))
                 self._engine.tell(self._budget)
             return None
         code = self._engine.code()
@@ -303,6 +327,8 @@ class GuestHost:
         return None
 
     def _forget(self, now: float) -> None:
+        if self._engine is not None:
+            self._engine.end()
         self._note_tokens()
         self._engine, self._cut_at = None, None
         self._start_after = now + self._options.restart_s

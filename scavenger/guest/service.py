@@ -7,10 +7,11 @@ Boundary: HTTP to the service.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import urllib.error
+import socket
+import threading
 import urllib.parse
-import urllib.request
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -34,27 +35,61 @@ def metrics_url(service: str) -> str:
     )
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_arguments: object) -> None:
-        return None
-
-
 def fetch(url: str, timeout_s: float) -> ServiceReading:
-    """One reading. No proxy and no redirect: it is a process of the same job. Raises `ServiceError`, `ServiceGone`."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+    """One reading, within `timeout_s` in all, however slowly the page comes: who reads it has an engine to stop meanwhile. Looking a name
+    up is not bounded by it. No proxy and no redirect: it is a process of the same job. Raises `ServiceError`, `ServiceGone`.
+    """
     try:
-        with opener.open(url, timeout=timeout_s) as reply:
-            return parse(reply.read(MAX_PAGE_BYTES + 1))
-    except urllib.error.HTTPError as error:
-        raise ServiceError(f"{url} replied {error.code}", "name the server's own address") from error
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ConnectionRefusedError):
-            raise ServiceGone(f"{url}: nothing listens there", "start the service first") from error
-        raise ServiceError(
-            f"{url} cannot be read: {error.reason}", "name the server's own address"
-        ) from error
+        return parse(_page(url, timeout_s))
+    except ConnectionRefusedError as error:
+        raise ServiceGone(f"{url}: nothing listens there", "start the service first") from error
     except (OSError, http.client.HTTPException) as error:
         raise ServiceError(f"{url} cannot be read: {error}", "name the server's own address") from error
+
+
+def _page(url: str, timeout_s: float) -> bytes:
+    parts = urllib.parse.urlsplit(url)
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    late = threading.Event()
+    opened: list[socket.socket] = []
+
+    def give_up() -> None:
+        late.set()
+        # A TLS handshake is under way on what the connection has; a reply that ends it has taken that away.
+        for one in (*opened, connection.sock):
+            if one is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(
+                        one, socket.SHUT_RDWR
+                    )  # not TLS's own, which the reader still uses
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.start()
+    try:
+        connection.connect()
+        opened.append(connection.sock)
+        if late.is_set():
+            raise TimeoutError
+        connection.request("GET", parts.path, headers={"Accept": "text/plain", "Connection": "close"})
+        with connection.getresponse() as reply:
+            if reply.status != http.client.OK:
+                raise ServiceError(f"{url} replied {reply.status}", "name the server's own address")
+            page = reply.read(MAX_PAGE_BYTES + 1)
+        if late.is_set():
+            raise TimeoutError  # what came is a part
+        return page
+    except (OSError, http.client.HTTPException) as error:
+        if late.is_set() or isinstance(error, TimeoutError):
+            raise TimeoutError(f"no whole page within {timeout_s:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+        connection.close()
+        for one in opened:  # a reply to which the connection was left, and that never came
+            one.close()
 
 
 @dataclass(slots=True)

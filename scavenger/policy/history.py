@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from scavenger.protocol.messages import GUEST_INTENT
+
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
     """One sample. `finished_at` None: it has no end yet. `state` as in `samples.state`; `worker_id` of its newest lease."""
@@ -59,6 +61,11 @@ class EngineLifetime(msgspec.Struct, frozen=True):
     notice: bool
     reason: str
     loads: tuple[WeightLoad, ...]
+
+    @property
+    def bounded(self) -> bool:
+        """As in `WorkerView`."""
+        return self.intent_id.startswith(GUEST_INTENT)
 
 
 class LeaseInterval(msgspec.Struct, frozen=True, gc=False):

@@ -60,6 +60,7 @@ class WorkerView(PolicyView, frozen=True):
     `beat_at`: of its last heartbeat. `ahead`: leases of later steps, which `leases` leaves out.
     As it said itself, 0 = it did not: `cache_tokens` of all its
     samples together fit its KV cache; with more than `best_batch` samples it makes no more tokens a second.
+    `bounded`: it lives beside a service that may take its memory at any moment. It generates, and nothing may be built upon it.
     """
 
     id: int
@@ -78,6 +79,12 @@ class WorkerView(PolicyView, frozen=True):
     cache_tokens: int = 0
     best_batch: int = 0
     ahead: int = 0
+    bounded: bool = False
+
+    @property
+    def harvested(self) -> bool:
+        """Whether it is one of the run's harvested engines: reserved ones may sleep for it, and the fleet is sized by it."""
+        return self.kind != "reserved" and not self.bounded
 
 
 class StepView(PolicyView, frozen=True):
@@ -183,6 +190,7 @@ class EngineProgress(msgspec.Struct, frozen=True, gc=False):
     context: float
     tokens: int
     seconds: float
+    bounded: bool = False  # here and below as in `WorkerView`: such an engine says nothing of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,7 @@ class WorkerJoined:
     kind: str
     node: str
     gpus: int
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +217,7 @@ class WorkerReady:
     start_s: float
     pull_s: float
     load_s: float
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +233,7 @@ class WorkerLost:
     preempted: bool
     reason: str
     samples: int = 0
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def facts(history: RunHistory) -> list[tuple[float, Fact]]:
                         rate.context,
                         tokens,
                         rate.seconds,
+                        known.bounded,
                     ),
                 )
             )
@@ -114,14 +115,23 @@ def _finished(step: Step, completion: Completion, life: EngineLifetime | None) -
 
 def _of_life(life: EngineLifetime) -> Iterator[tuple[float, Fact]]:
     who = (life.worker_id, life.kind, life.node, life.gpus)
-    yield life.joined_at, WorkerJoined(*who)
+    yield life.joined_at, WorkerJoined(*who, life.bounded)
     for place, load in enumerate(life.loads):
         yield (
             load.at,
-            WorkerReady(*who, load.version, place == 0, load.at - life.joined_at, load.pull_s, load.load_s),
+            WorkerReady(
+                *who,
+                load.version,
+                place == 0,
+                load.at - life.joined_at,
+                load.pull_s,
+                load.load_s,
+                life.bounded,
+            ),
         )
     if life.left_at is not None:
-        yield life.left_at, WorkerLost(*who, life.left_at - life.joined_at, life.preempted, life.reason)
+        lived_s = life.left_at - life.joined_at
+        yield (life.left_at, WorkerLost(*who, lived_s, life.preempted, life.reason, bounded=life.bounded))
 
 
 # ---------------------------------------------------------------- speeds

@@ -33,6 +33,7 @@ import zmq
 from blake3 import blake3
 
 from scavenger.errors import AuthError, DaemonUnavailable
+from scavenger.protocol.messages import GUEST_INTENT
 
 Z85_KEY_LENGTH = 40
 _MOST_BYTES = 16 * 1024
@@ -370,16 +371,42 @@ def _guest_path(state_dir: Path, name: str) -> Path:
     return state_dir / "keys" / "guests" / f"{name}.pub"
 
 
-def invite_guest(state_dir: Path, name: str, run: str) -> KeyPair:
-    """A fresh pair for one engine of one run in the job of a service. Its public half is kept; removing `keys/guests/NAME.pub` revokes it.
+def invite_guest(state_dir: Path, name: str, run: str, out: Path) -> KeyPair:
+    """A fresh pair for one engine of one run in the job of a service, written to the new file `out`. Its public half is kept; removing
+    `keys/guests/NAME.pub` revokes it.
 
-    Who was invited under this name before is not any more.
+    Who was invited under this name before is not any more. Where `out` cannot be written, or exists, nothing changes: raises `AuthError`.
     """
-    path, pair = _guest_path(state_dir, name), generate(run, f"guest-{name}")
+    path, pair = _guest_path(state_dir, name), generate(run, f"{GUEST_INTENT}{name}")
     if not run or not run.isprintable() or " " in run:
         raise AuthError(f"{run!r} cannot name a run", "name the run as its run.toml does")
-    write_private(path, f"{pair.public} {run}\n".encode())
+    _write_new(out, msgspec.json.encode(pair))
+    try:
+        write_private(path, f"{pair.public} {run}\n".encode())
+    except BaseException:
+        out.unlink(missing_ok=True)  # a key that nobody accepts
+        raise
     return pair
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """A file of mode 0600 that was not there. Raises `AuthError`."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise AuthError(f"{path} exists", "name a file that does not; no key was changed") from error
+    except OSError as error:
+        raise AuthError(
+            f"{path} cannot be written: {error.strerror}", "name another file; no key was changed"
+        ) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def guest_keys(state_dir: Path, report: Report | None = None) -> dict[str, KeyPair]:
@@ -392,7 +419,7 @@ def guest_keys(state_dir: Path, report: Report | None = None) -> dict[str, KeyPa
                 raise AuthError(
                     f"{path} is no guest's file", "invite the guest again: `scavenger keys guest`"
                 )
-            found[path.stem] = KeyPair(words[0], "", words[1], f"guest-{path.stem}")
+            found[path.stem] = KeyPair(words[0], "", words[1], f"{GUEST_INTENT}{path.stem}")
         except AuthError as error:
             if report is None:
                 raise

@@ -141,11 +141,21 @@ class WeightDirectory:
         return complete[0] if len(complete) == 1 else None
 
     def choose(
-        self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS
+        self,
+        version: int,
+        worker: int,
+        node: str,
+        publisher: tuple[WeightSource, ...],
+        peers: int = PEERS,
+        *,
+        alone: bool = False,
     ) -> SourceChoice:
-        """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`."""
+        """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`. `alone`: it serves nobody,
+        so that it fetches for itself and never leads its node.
+        """
         self._unread(worker)
-        switch, leader = self._switches.get(node), self._leader(version, worker, node)
+        switch = self._switches.get(node)
+        leader = worker if alone else self._leader(version, worker, node)
 
         def rank(holder: WeightHolder) -> tuple[int, bool, bool, int]:
             far = switch is None or self._switches.get(holder.node) != switch

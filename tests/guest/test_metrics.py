@@ -6,6 +6,11 @@ import importlib.util
 import itertools
 import math
 import runpy
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -182,3 +187,58 @@ def test_an_objective_is_read_as_its_owner_writes_it() -> None:
     ):
         with pytest.raises(ConfigError, match="objective"):
             objective_of(wrong)
+
+
+# ---------------------------------------------------------------- a page that does not end
+
+
+@contextmanager
+def dripping(head: bytes, piece: bytes) -> Iterator[str]:
+    """The address of a server that sends `head`, and then `piece` again and again for as long as it is read."""
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        peer, _ = listening.accept()
+        with peer:
+            peer.sendall(head)
+            while not over.wait(0.05):
+                try:
+                    peer.sendall(piece)
+                except OSError:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"#"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"#"),
+        (b"HTTP/1.1 200 OK\r\n", b"a"),
+        (b"", b"H"),
+    ],
+    ids=["page", "page of a known length", "headers", "status"],
+)
+def test_a_page_that_drips_is_given_up_in_time(head: bytes, piece: bytes) -> None:
+    with dripping(head, piece) as url:
+        began = time.monotonic()
+        with pytest.raises(ServiceError, match=r"no whole page within 0\.5 s") as found:
+            fetch(url, 0.5)
+        assert time.monotonic() - began < 5, "and not when the server is through"
+        assert isinstance(found.value.__cause__, OSError), (
+            "it may come yet: that is not another server's page"
+        )
+
+
+def test_a_redirect_is_not_followed() -> None:
+    head = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1/\r\nContent-Length: 0\r\n\r\n"
+    with dripping(head, b"") as url, pytest.raises(ServiceError, match="replied 302"):
+        fetch(url, 5.0)

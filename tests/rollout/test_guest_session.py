@@ -151,7 +151,7 @@ def test_a_worker_whose_host_ends_or_writes_nonsense_leaves(
                 hello = await daemon.expect(wire.WorkerHello)
                 assert (hello.kind, hello.room) == ("harvested", 0)
                 process.stdin.write(b"4\n")
-                while json.loads(await process.stdout.readline())["room"] != 4:
+                while json.loads(await process.stdout.readline())["heard"] != 1:
                     pass
                 process.stdin.write(written)
                 process.stdin.close()

@@ -336,3 +336,66 @@ def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
     assert asked(100.0 + TRIAL_S) == (1, None)
     assert asked(101.0 + TRIAL_S, worker(2, status="loading"))[0] == all_of_them
     assert asked(102.0 + TRIAL_S)[0] == all_of_them, "it is lost: the time begins anew"
+
+
+# ---------------------------------------------------------------- an engine beside a service
+
+
+def guest(i: int, **more: Any) -> WorkerView:
+    return worker(i, bounded=True, max_batch=1, **more)
+
+
+def test_a_guest_counts_in_no_forecast_of_a_step() -> None:
+    """It may stop within the second: no reserved engine sleeps for it, and no slot is kept free for it."""
+    forecast = Forecast()
+    forecast.capped(1000)
+    step = StepView(step=1, samples=8, groups=2, submitted_at=0.0)
+    samples = [sample(i, i // 4) for i in range(8)]
+    alone = [worker(1, kind="reserved"), worker(2)]
+    beside = [*alone, guest(3, gpus=8), guest(4, status="loading", serves=False, warm=False)]
+    without, with_guests = (
+        Picture(PlainView(step=step, samples=samples, workers=workers), forecast, 1.0, {})
+        for workers in (alone, beside)
+    )
+    found = with_guests.situation(0.0)
+    assert (found.harvested, found.arrivals) == (without.situation(0.0).harvested, ())
+    assert with_guests.fair_share == without.fair_share
+    only = Picture(PlainView(step=step, samples=samples, workers=[beside[0], beside[2]]), forecast, 1.0, {})
+    assert only.situation(0.0).harvested.engines == 0
+
+
+def test_a_guest_neither_blocks_the_trial_of_the_first_harvested_engine_nor_says_its_size() -> None:
+    policy = Predictive("r", PredictiveSettings(price=0.5))
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
+    policy.observe(seam.WorkerReady(2, "harvested", "n2", 1, 1, True, 40.0, 5.0, 35.0), 50.0)
+
+    def asked(now: float, *workers: WorkerView) -> int:
+        step = StepView(step=1, samples=64, groups=8)
+        return policy.engines(PlainView(step=step, workers=workers, max_engines=6, max_batch=32), now)[0]
+
+    mine, beside = worker(1, kind="reserved"), guest(3, gpus=8)
+    asked(100.0, mine, beside)
+    assert policy.benefit() is not None
+    assert policy.benefit().gpus == 1  # type: ignore[union-attr]
+    assert asked(100.0 + TRIAL_S, mine, beside) == 1, "on trial: none has come"
+    assert asked(101.0 + TRIAL_S, beside) == 1, "also where it is all that there is"
+
+
+def test_how_a_guest_lives_and_how_fast_it_is_says_nothing_of_harvested_engines() -> None:
+    def learned(*facts: seam.Fact) -> tuple[float, float, float]:
+        forecast = Forecast()
+        for at, fact in enumerate(facts):
+            forecast.observe(fact, float(at))
+        curve = forecast.curve("harvested", 1)
+        return forecast.loss_per_s(1, 100.0), forecast.start.value, curve.step_s(8, 800)
+
+    def life(*, bounded: bool) -> list[seam.Fact]:
+        return [
+            seam.WorkerJoined(1, "harvested", "n", 1, bounded),
+            seam.WorkerReady(1, "harvested", "n", 1, 1, True, 400.0, 5.0, 35.0, bounded),
+            seam.EngineProgress(1, "harvested", "n", 1, 8, 800.0, 8, 30.0, bounded),
+            seam.WorkerLost(1, "harvested", "n", 1, 2.0, True, "SIGTERM", 0, bounded),
+        ]
+
+    assert learned(*life(bounded=True)) == learned()
+    assert all(a != b for a, b in zip(learned(*life(bounded=False)), learned(), strict=True))

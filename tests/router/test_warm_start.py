@@ -145,6 +145,17 @@ def test_a_policy_that_is_taught_has_learned_lengths_speed_trainer_starts_and_li
     assert forecast.survival.lives() == 1
 
 
+def test_what_is_read_of_a_guest_is_told_as_of_a_guest() -> None:
+    whole = played()
+    (life,) = whole.lives
+    beside = msgspec.structs.replace(whole, lives=(msgspec.structs.replace(life, intent_id="guest-chat"),))
+    of_engines = (WorkerJoined, WorkerReady, WorkerLost, EngineProgress)
+    for history, bounded in ((whole, False), (beside, True)):
+        found = [fact for _, fact in facts(history) if isinstance(fact, of_engines)]
+        assert {type(fact) for fact in found} == set(of_engines)
+        assert {fact.bounded for fact in found} == {bounded}
+
+
 def test_a_step_under_way_is_begun_and_not_finished() -> None:
     history = played()
     (step,) = history.steps

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.mpi
 def hosted(site: DemoSite, beside: MockService, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`scavenger guest` with a key of the run `small`."""
     key = site.dir / "guest.key"
-    keys.write_keypair(key, keys.invite_guest(site.state_dir, "svc", "small"))
+    keys.invite_guest(site.state_dir, "svc", "small", key)
     argv = [
         *(sys.executable, "-m", "scavenger", "guest", "--service", beside.url),
         *("--objective", "ttft_p99=500ms tpot_p99=60ms", "--daemon", str(site.state_dir), "--key", str(key)),

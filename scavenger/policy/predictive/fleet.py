@@ -78,7 +78,7 @@ class FleetSizer:
 
     def _or_trial(self, view: RunView, target: int, now: float) -> tuple[int, str]:
         why = f"{self.state.reason}; {self.reason}"
-        here = [worker.status for worker in view.workers if worker.kind != "reserved"]
+        here = [worker.status for worker in view.workers if worker.harvested]
         if here or not target:
             self._alone_since = None
         elif self._alone_since is None:
@@ -106,8 +106,8 @@ class FleetSizer:
         step, lengths = view.step, forecast.lengths
         assert lengths is not None, "sized before any sample was seen"
         reserved = [w for w in view.workers if w.kind == "reserved"]
-        harvested = [w for w in view.workers if w.kind != "reserved"]
-        gpus = (harvested or reserved)[0].gpus if view.workers else 1
+        harvested = [w for w in view.workers if w.harvested]
+        gpus = (harvested or reserved)[0].gpus if harvested or reserved else 1
         run_gpus = sum(w.gpus for w in reserved)
         curve = forecast.curve("harvested", gpus)
         own = forecast.curve("reserved", reserved[0].gpus) if reserved else curve

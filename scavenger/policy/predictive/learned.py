@@ -132,6 +132,13 @@ class Forecast:
 
     def observe(self, fact: Fact, now: float) -> None:
         match fact:
+            case (
+                EngineProgress(bounded=True)
+                | WorkerJoined(bounded=True)
+                | WorkerReady(bounded=True)
+                | WorkerLost(bounded=True)
+            ):
+                pass  # how fast it is, and how long it lives, is the doing of the service beside it
             case SampleFinished():
                 if not self._evaluating:  # its sampling, and so its lengths, are others
                     self._sample_finished(fact)

@@ -188,7 +188,8 @@ class Predictive:
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved() | WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = True
-                if isinstance(fact, WorkerLost) or (isinstance(fact, WorkerReady) and fact.first):
+                left = isinstance(fact, WorkerLost) and not fact.bounded
+                if left or (isinstance(fact, WorkerReady) and fact.first and not fact.bounded):
                     self._fleet.fleet_changed()
             case EnginesAsked():
                 self._first_asked = self._before = fact.engines
@@ -306,7 +307,7 @@ class Predictive:
         )  # those that have left too: their place is not to be filled in this step
         if retired:
             # A run that asks for more than there are would else keep what was freed, and start one more.
-            others = sum(worker.kind != "reserved" and worker.id not in retired for worker in view.workers)
+            others = sum(worker.harvested and worker.id not in retired for worker in view.workers)
             target = max(0, min(target - len(retired), others))
             why = f"{why}; {len(retired)} were freed by merging the step's tail"
         self._asked = target, why
@@ -334,7 +335,7 @@ class Predictive:
         forecast, step = self.forecast, view.step
         if forecast.lengths is None or forecast.lengths.seen < LEAST_SEEN or not step.samples:
             return None
-        engines = [worker for worker in view.workers if worker.kind != "reserved"]
+        engines = [worker for worker in view.workers if worker.harvested]
         reserved = [worker for worker in view.workers if worker.kind == "reserved"]
         like = (engines or reserved)[:1]
         gpus = like[0].gpus if like else 1

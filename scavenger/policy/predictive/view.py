@@ -86,7 +86,7 @@ class Picture:
             group.running.append(sample)
         self._cap = cap
         self.reserved = [w for w in self.workers if w.kind == "reserved"]
-        self.harvested = [w for w in self.workers if w.kind != "reserved"]
+        self.harvested = [w for w in self.workers if w.harvested]
 
     @cached_property
     def held(self) -> dict[int, list[SampleView]]:
@@ -196,7 +196,9 @@ class Picture:
     def fair_share(self) -> int:
         """Samples that each engine would hold if those that are about to be ready held as many; all, where to wait does not pay."""
         serving = sum(w.serves for w in self.workers)
-        waits = [self.ready_in_s(w) for w in self.workers if not w.serves and w.status in LOADING]
+        waits = [
+            self.ready_in_s(w) for w in self.workers if not w.serves and not w.bounded and w.status in LOADING
+        ]
         coming = [wait_s for wait_s in waits if wait_s <= self._coming_s]
         outstanding = sum(len(group.running) for group in self.groups.values())
         if not coming:
@@ -275,7 +277,7 @@ class Picture:
         loading = (
             [self.ready_in_s(w) for w in reserved if not w.serves and w.status in LOADING] if awake else []
         )
-        slots = max([w.max_batch for w in self.workers], default=1)
+        slots = max([w.max_batch for w in self.workers if not w.bounded], default=1)
         return Situation(
             reserved=EnginePool(
                 self.curve(reserved[0]) if reserved else curve,

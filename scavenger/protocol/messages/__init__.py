@@ -29,6 +29,7 @@ from scavenger.protocol.messages.codec import (
     unpack_tokens,
 )
 from scavenger.protocol.messages.common import (
+    GUEST_INTENT,
     MAX_CALL_SAMPLES,
     MAX_CONFIG_CHARS,
     MAX_GROUP_SAMPLES,
@@ -150,6 +151,7 @@ __all__ = [
     "CALL_PATTERN",
     "EPISODE_PATTERN",
     "GATEWAY_BODIES",
+    "GUEST_INTENT",
     "MAX_ANSWER_BYTES",
     "MAX_CALL_SAMPLES",
     "MAX_CONFIG_CHARS",

@@ -13,6 +13,8 @@ from scavenger.protocol.engine_options import MAX_CHARS
 
 #: The one protocol: a peer of another number is refused, and told to run the daemon's release.
 PROTOCOL = 5
+#: So begins the intent of a key that was made for an engine beside an inference service (`scavenger keys guest`).
+GUEST_INTENT = "guest-"
 #: Bytes of expert routing that a token may have (`protocol.routing`).
 MAX_ROUTING = 4096
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

@@ -9,8 +9,8 @@ set aside too, the run stops, because no other engine can use that GPU, and it m
 from __future__ import annotations
 
 from scavenger.policy.agreement import MOST_WORKERS, AgreementSpan, SuspectWorker
-from scavenger.protocol.messages import ReportAgreement, Revoke, RunStopped, Suspect, Suspects, words
-from scavenger.router.core import decision_log, samples, worker_commands
+from scavenger.protocol.messages import GUEST_INTENT, ReportAgreement, RunStopped, Suspect, Suspects, words
+from scavenger.router.core import decision_log, guests, worker_commands
 from scavenger.router.core.events import CondemnedEngine
 from scavenger.router.core.state import ActiveRun, Place, Worker
 from scavenger.router.core.tables import Core
@@ -79,24 +79,16 @@ def _act(core: Core, run: ActiveRun, verdict: SuspectWorker, place: Place, *, re
         suspects.popitem(last=False)
     worker = run.workers.get(worker_id)
     if worker is not None:
-        _set_aside(core, worker, f"set aside: {reason}")
-    if place.kind == "harvested":
+        worker_commands.set_aside(core, worker, f"set aside: {reason}")
+    if place.intent_id.startswith(GUEST_INTENT):  # no node of ours: Slurm's poll never saw its job
+        guests.refuse(core, run, place.intent_id, worker_id, reason)
+    elif place.kind == "harvested":
         number = core.condemned[-1].number + 1 if core.condemned else 1
         core.condemned.append(
             CondemnedEngine(number, place.intent_id, place.incarnation, run.id, reason, core.now)
         )
     elif place.kind == "reserved":
         _count_reserved(core, run, place, reason)
-
-
-def _set_aside(core: Core, worker: Worker, reason: str) -> None:
-    """Its samples go elsewhere, and it leaves. That these samples failed here says nothing against them."""
-    held = list(worker.leases.values())
-    if held:
-        core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
-    for sample in held:
-        samples.release(core, sample, reason, regenerated=samples.lost_tokens(core, sample))
-    worker_commands.drain(core, worker, reason)
 
 
 def _count_reserved(core: Core, run: ActiveRun, place: Place, reason: str) -> None:

@@ -42,6 +42,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core import (
     audit,
+    guests,
     policy_driver,
     registration,
     restore,
@@ -164,6 +165,7 @@ class Router:
             case Chunks(chunks=chunks):
                 for at, chunk in enumerate(chunks):
                     samples.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
+                guests.judge(core, worker)
             case Heartbeat():
                 workers.heartbeat(core, worker, message)
             case Yielded(leases=leases):
@@ -176,6 +178,7 @@ class Router:
                 worker_commands.serving(core, worker, message)
             case SampleFailed():
                 workers.sample_failed(core, worker, message)
+                guests.judge(core, worker)
             case Asleep(order=order, bytes_held=bytes_held):
                 worker_commands.asleep(core, worker, order, bytes_held)
             case Awake(order=order, bytes_held=bytes_held):

@@ -113,7 +113,7 @@ def admission_of(core: Core, run: ActiveRun) -> Admission:
     view = LiveView(core, run)
     pace = run.policy.pace(view) if isinstance(run.policy, Paces) else None
     serving = [w for w in run.workers.values() if w.status in (WorkerStatus.READY, WorkerStatus.LOADING)]
-    harvested = sum(worker.kind != "reserved" for worker in serving)
+    harvested = sum(worker.kind != "reserved" and not worker.bounded for worker in serving)
     reserved = sum(worker.kind == "reserved" for worker in run.workers.values())
     decided = admission.limit(
         admission.AdmissionView(

@@ -170,6 +170,7 @@ class LiveView:
             beat_at=worker.heartbeat.at,
             cache_tokens=worker.engine.cache_tokens,
             best_batch=worker.engine.best_batch,
+            bounded=worker.bounded,
         )
 
 

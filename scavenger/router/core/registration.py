@@ -10,7 +10,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.interface import WorkerJoined
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
-from scavenger.router.core import agreement, refusals, samples, worker_commands, workers
+from scavenger.router.core import agreement, guests, refusals, samples, worker_commands, workers
 from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.row_budget import OWNER_BURST
 from scavenger.router.core.state import ActiveRun, Worker, WorkerProcess
@@ -46,6 +46,7 @@ def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> 
         core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
         return
     run.due.fleet = run.reserved.memory_changed = True
+    guests.admitted(core, run, identity)
     known = worker is not None and worker.status is not WorkerStatus.AWAY
     worker = _join(core, conn, identity, hello, run) if worker is None else _back(core, conn, worker)
     core.by_conn[conn] = worker
@@ -58,7 +59,10 @@ def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> 
     limits = core.limits
     pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
     core.send_durable(
-        conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True)
+        conn,
+        Welcome(
+            worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=not worker.bounded
+        ),
     )
     worker.weights.loaded = worker.weights.asked = _proved_version(run, hello)
     if worker.weights.loaded >= 0:
@@ -220,6 +224,8 @@ def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Reje
         return Rejected(*found)
     if hello.kind == "reserved" and hello.session in run.reserved.evicted:
         return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
+    if (held := guests.fault(run, identity, hello)) is not None:
+        return held
     if any(w.process.incarnation > hello.incarnation for w in _siblings(run, identity)):
         return Rejected(
             f"a later incarnation of this job than {hello.incarnation} is at work",
@@ -264,7 +270,9 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)
-    run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
+    run.policy.observe(
+        WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus, worker.bounded), core.now
+    )
     core.record(
         rec.WorkerJoined(
             worker.id,

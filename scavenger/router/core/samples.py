@@ -438,14 +438,20 @@ def lost_tokens(core: Core, sample: Sample) -> int:
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
-    """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead."""
+    """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead.
+
+    What fails beside a service says nothing of the sample: memory is short there, and whoever has a guest's key could end the run by it.
+    """
     worker = core.workers.get(sample.worker_id)
     sample.transition(SampleStep.RELEASE)
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
-    if crashed and worker is not None and charge(core, sample, core.life_of(worker)[1]):
-        poison(core, sample, reason)
-        return
+    if crashed and worker is not None:
+        if worker.bounded:
+            worker.run.failed_beside(worker, reason)
+        elif charge(core, sample, core.life_of(worker)[1]):
+            poison(core, sample, reason)
+            return
     sample.queue.add(sample)
 
 

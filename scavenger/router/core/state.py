@@ -22,7 +22,16 @@ from scavenger.policy.affinity import Speeds
 from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
-from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.protocol.messages import (
+    GUEST_INTENT,
+    EngineSpec,
+    Fleet,
+    OpenRun,
+    SampleKey,
+    Sampling,
+    Trained,
+    WeightSource,
+)
 from scavenger.protocol.worker.events import NOT_SPECULATED, Speculated
 from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHash
 from scavenger.router.core.row_budget import Budget
@@ -585,6 +594,17 @@ class Place:
 
 
 @dataclass(slots=True)
+class GuestStanding:
+    """What a run knows of one guest's key (`guests`), since this daemon began or since the key was renewed."""
+
+    public_key: str
+    first_worker: int  # what an earlier one did was done under an earlier key
+    failures: int = 0  # samples that it could not generate, or sent again and differently
+    last_failure: str = ""
+    refused: str = ""  # why its workers are refused; "": they are not
+
+
+@dataclass(slots=True)
 class Agreement:
     """How the run's engines agree with its trainer. Both tables keep the newest workers."""
 
@@ -658,11 +678,19 @@ class ActiveRun:
     returning: dict[int, tuple[int, float]] = field(default_factory=dict)
     decisions: PolicyDecisions = field(default_factory=PolicyDecisions)
     agreement: Agreement = field(default_factory=lambda: Agreement(SpanWindow(DEFAULT_RULES)))
+    guests: dict[str, GuestStanding] = field(
+        default_factory=dict
+    )  # by intent; no more than the admin invited
     due: Due = field(default_factory=Due)
     cached: FleetCache = field(default_factory=FleetCache)
     stopped: str = ""  # why it cannot go on; empty: it can
     stop_remedy: str = ""
     ended: bool = False
+
+    def failed_beside(self, worker: Worker, reason: str) -> None:
+        """A sample failed on an engine beside a service: counted against its key, which `guests` judges."""
+        standing = self.guests.setdefault(worker.process.intent_id, GuestStanding("", 0))
+        standing.failures, standing.last_failure = standing.failures + 1, reason
 
 
 # ---------------------------------------------------------------- worker
@@ -781,6 +809,11 @@ class Worker:
     departure: Departure = field(default_factory=Departure)
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it lives beside a service that may take its memory at any moment, by its key or by its own word."""
+        return self.engine.room is not None or self.process.intent_id.startswith(GUEST_INTENT)
 
     @property
     def most_leases(self) -> int:

@@ -14,6 +14,7 @@ from scavenger.protocol.messages import (
     Drain,
     Heartbeat,
     PullAhead,
+    Revoke,
     Serving,
     Sleep,
     UseWeights,
@@ -114,6 +115,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
             core.now - worker.joined_at,
             message.pull_s,
             message.load_s,
+            worker.bounded,
         ),
         core.now,
     )
@@ -132,7 +134,8 @@ def serving(core: Core, worker: Worker, message: Serving) -> None:
             worker, "serving_refused", f"worker {worker.id}", refusal, version=message.version
         )
     worker.weights.serving_refused = refusal or worker.weights.serving_refused
-    if message.source is None or known is None or known.root != message.root or refusal:
+    # Nobody is sent to a guest: its network and its CPUs are the service's.
+    if worker.bounded or message.source is None or known is None or known.root != message.root or refusal:
         run.weights.directory.drop(message.version, worker.id)
     else:
         before = run.weights.available(message.version)
@@ -213,7 +216,8 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY):
         return
     if worker.leases:
-        _pull_ahead(core, worker)
+        if worker.engine.room != 0:
+            _pull_ahead(core, worker)
         return
     worker.weights.switches = False  # nothing is left to give back
     wanted = samples.target_version(worker.run) if target is None else target
@@ -231,6 +235,8 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
         return
     if not worker.run.weights.available(wanted) or worker.weights.asked == wanted:
         return
+    if worker.engine.room == 0:
+        return  # bytes and hashing are the service's now; it is asked once its host leaves it something again
     if worker.weights.failures and core.now - worker.weights.asked_at < RETRY_LOAD_S:
         return
     if worker.status is WorkerStatus.READY:
@@ -270,7 +276,9 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
 def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) -> UseWeights:
     """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
     run, published = worker.run, worker.run.weights
-    choice = published.directory.choose(version.version, worker.id, worker.node, version.sources)
+    choice = published.directory.choose(
+        version.version, worker.id, worker.node, version.sources, alone=worker.bounded
+    )
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
     connected, versions = run.trainer.conn is not None, published.versions
@@ -288,7 +296,9 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
         return None
     sources = base.sources
     if not run.weights.directory.is_holder(base.version, worker.id):
-        sources = run.weights.directory.choose(base.version, worker.id, worker.node, base.sources).sources
+        sources = run.weights.directory.choose(
+            base.version, worker.id, worker.node, base.sources, alone=worker.bounded
+        ).sources
     return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
 
 
@@ -309,6 +319,7 @@ def more_holders(core: Core, worker: Worker) -> None:
         or worker.status is not WorkerStatus.LOADING
         or worker.weights.asked == worker.weights.loaded
         or worker.conn is None
+        or worker.engine.room == 0
     ):
         return
     if (
@@ -324,3 +335,13 @@ def drain(core: Core, worker: Worker, reason: str) -> None:
         worker.transition(WorkerStep.DRAIN)
         worker.departure.reason, worker.run.due.fleet = reason, True
         core.send_durable(worker.conn, Drain(reason))
+
+
+def set_aside(core: Core, worker: Worker, reason: str) -> None:
+    """Its samples go elsewhere, and it leaves. That these samples failed here says nothing against them."""
+    held = list(worker.leases.values())
+    if held:
+        core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
+    for sample in held:
+        samples.release(core, sample, reason, regenerated=samples.lost_tokens(core, sample))
+    drain(core, worker, reason)

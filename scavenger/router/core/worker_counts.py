@@ -14,7 +14,7 @@ def fleet_sizes(run: ActiveRun) -> tuple[int, int, int]:
     """Harvested workers that can generate, reserved ones awake, reserved ones asleep or going to sleep.
 
     A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
-    reserved ones asleep for nothing.
+    reserved ones asleep for nothing. Nor does one beside a service, however many samples it may hold now: it stops within a second.
     """
     sizes = [0, 0, 0]
     for worker in run.workers.values():
@@ -81,7 +81,7 @@ def _role(worker: Worker) -> int:
     if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:
         return -1
     if worker.kind == "harvested":
-        return 0 if status is WorkerStatus.READY and worker.engine.room != 0 else -1
+        return 0 if status is WorkerStatus.READY and not worker.bounded else -1
     return 1 if status is WorkerStatus.READY or status is WorkerStatus.LOADING else 2
 
 

@@ -203,7 +203,17 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
     if steady:
         at_mean = context - gained / 2
         worker.run.policy.observe(
-            EngineProgress(worker.id, worker.kind, worker.node, worker.gpus, batch, at_mean, gained, seconds),
+            EngineProgress(
+                worker.id,
+                worker.kind,
+                worker.node,
+                worker.gpus,
+                batch,
+                at_mean,
+                gained,
+                seconds,
+                worker.bounded,
+            ),
             core.now,
         )
 
@@ -250,10 +260,11 @@ def gone(
     leased = list(worker.leases.values())
     salvaged = sum(s.accepted for s in leased)
     regenerated = 0
+    blamed = crashed and not worker.bounded
     for sample in leased:
         lost = 0 if flushed else samples.lost_tokens(core, sample)
         regenerated += lost
-        samples.release(core, sample, reason, regenerated=lost, crashed=crashed)
+        samples.release(core, sample, reason, regenerated=lost, crashed=blamed)
     core.record(
         rec.WorkerLeft(
             worker.id, reason, worker.departure.notice, len(leased), salvaged, regenerated, core.now
@@ -270,6 +281,7 @@ def gone(
             preempted,
             reason,
             len(leased),
+            worker.bounded,
         ),
         core.now,
     )

@@ -1,0 +1,77 @@
+"""What the host makes of what its engine's process says. In place of an engine: a process of which each test writes down the words."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from scavenger.guest.host import EngineProcess
+
+#: Reads a number a line and replies with what the line of `WORDS` that is due says; nothing where that is empty.
+STAND_IN = """
+import sys
+for words in sys.argv[1:]:
+    sys.stdin.readline()
+    if words:
+        print(words, flush=True)
+sys.stdin.read()
+"""
+
+
+def words(heard: int, memory: str) -> str:
+    return json.dumps({"samples": 0, "peak": 0, "memory": memory, "tokens": 0, "heard": heard})
+
+
+@contextmanager
+def engine(*replies: str) -> Iterator[EngineProcess]:
+    process = EngineProcess([sys.executable, "-c", STAND_IN, *replies], os.environ)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def until(found: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not found() and time.monotonic() < end:
+        time.sleep(0.01)
+    return found()
+
+
+def heard(process: EngineProcess, number: int) -> Callable[[], bool]:
+    return lambda: process.said is not None and process.said.heard == number
+
+
+def test_that_the_engine_slept_before_its_budget_does_not_free_its_memory_after_the_cut() -> None:
+    with engine(words(1, "asleep"), "", "", words(4, "falling-asleep"), words(5, "asleep")) as process:
+        process.tell(0)
+        assert until(heard(process, 1))
+        assert process.frees()
+        process.tell(2)  # it takes its memory, and its reply is long in coming
+        assert not process.frees()
+        process.tell(0)
+        assert not process.frees(), "what it said is older than the cut: it is to be killed in time"
+        process.tell(0)
+        assert until(heard(process, 4))
+        assert not process.frees()
+        process.tell(0)
+        assert until(process.frees)
+
+
+def test_the_reply_to_the_cut_itself_counts_though_the_number_is_repeated() -> None:
+    with engine("", words(2, "asleep"), "") as process:
+        for budget in (3, 0, 0):
+            process.tell(budget)
+        assert until(process.frees)
+
+
+def test_an_engine_that_is_gone_holds_no_memory() -> None:
+    with engine() as process:
+        process.tell(2)
+        assert not process.frees()
+        process.kill()
+        assert process.frees()
