@@ -132,7 +132,11 @@ def test_a_bias_that_ranks_add_up_lies_on_one_of_them() -> None:
 # ---------------------------------------------------------------- vLLM itself
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=QUIET) for kind in KINDS])
+#: The second one takes a minute: it is among the long tests.
+LONG = {"qwen3_moe": QUIET, "gpt_oss": [*QUIET, pytest.mark.long]}
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=LONG[kind]) for kind in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
