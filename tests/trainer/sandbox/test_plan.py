@@ -15,7 +15,7 @@ from trainer.sandbox.plan import Limits, Plan, arguments, candidates, check_vers
 
 def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> None:
     plan = Plan(Limits(), ("/p/you/code", "/p/you/code/out/data"), ("/p/you/code/out", "/p/you/keys"))
-    found = mounts(plan, ["/usr", *plan.readable, *plan.hidden])
+    found = mounts(plan, {path: path for path in ("/usr", *plan.readable, *plan.hidden)})
     assert found == [
         ("--ro-bind", "/usr"),
         ("--ro-bind", "/p/you/code"),
@@ -27,12 +27,31 @@ def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> No
 def test_a_folder_of_the_run_cannot_be_made_readable() -> None:
     plan = Plan(Limits(), ("/p/out",), ("/p/out",))
     with pytest.raises(ConfigError, match="which no box may see"):
-        mounts(plan, ["/p/out"])
+        mounts(plan, {"/p/out": "/p/out"})
+
+
+def test_a_link_to_a_readable_folder_is_a_link_so_that_what_is_hidden_has_no_second_name() -> None:
+    plan = Plan(Limits(), ("/data/proj", "/data/proj/sub", "/code/link"), ("/data/proj/out", "/gpfs/code"))
+    real = {path: path.replace("/data", "/gpfs/data") for path in ("/data/proj", "/data/proj/sub")}
+    real |= {"/data/proj/out": "/gpfs/data/proj/out", "/bin": "/usr/bin", "/usr": "/usr"}
+    assert mounts(plan, real) == [
+        ("--symlink", "/usr/bin", "/bin"),
+        ("--ro-bind", "/usr"),
+        ("--symlink", "/gpfs/data/proj", "/data/proj"),
+        ("--ro-bind", "/usr/bin"),
+        ("--ro-bind", "/gpfs/data/proj"),
+        ("--tmpfs", "/gpfs/data/proj/out"),
+        ("--ro-bind", "/gpfs/data/proj/sub"),
+    ], "what lies behind a link needs none of its own"
+    with pytest.raises(ConfigError, match="/code/link is a folder of the run"):
+        mounts(plan, {"/code/link": "/gpfs/code", "/gpfs/code": "/gpfs/code"})
 
 
 def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
     plan = Plan(Limits(disk_mb=7), ("/data",))
-    argv = arguments(plan, ["/usr", "/data"], ["program"], filter_fd=3, passwd_fd=4, group_fd=5)
+    argv = arguments(
+        plan, {"/usr": "/usr", "/data": "/data"}, ["program"], filter_fd=3, passwd_fd=4, group_fd=5
+    )
     assert "--bind" not in argv
     assert "--dev-bind" not in argv
     assert "--unshare-all" in argv
@@ -45,7 +64,7 @@ def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
 
 def test_no_folder_of_private_keys_is_among_what_every_box_reads() -> None:
     plan = Plan(Limits())
-    bound = {path for _, path in mounts(plan, ["/etc/ssl", "/etc/pki", *candidates(plan)])}
+    bound = {one[-1] for one in mounts(plan, {path: path for path in candidates(plan)})}
     for key in (
         "/etc/ssl/private/host.key",
         "/etc/pki/tls/private/host.key",
