@@ -162,7 +162,9 @@ def arguments(
     argv += ["--cap-drop", "ALL", "--uid", str(UID), "--gid", str(GID), "--hostname", "box", "--clearenv"]
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(shared), "--perms", "1777", "--tmpfs", SHARED]
     # bubblewrap covers what it may write itself; a file of /proc/sys is also writable to whoever is root outside, whatever the box says.
-    argv += ["--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/dev"]
+    argv += ["--ro-bind", "/proc/sys", "/proc/sys"]
+    # Of /dev/zero there are shared mappings, which are memory without a file that no limit counts. /dev/full reads as it, and has none.
+    argv += ["--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"]
     argv += ["--size", str(disk), "--perms", "1777", "--tmpfs", TMP, "--dir", HOME, "--dir", WORK]
     empty = []
     for option, *paths in mounts(plan, real):
