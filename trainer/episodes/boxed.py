@@ -63,7 +63,7 @@ def plan_of(limits: Limits, readable: tuple[str, ...], hidden: tuple[str, ...], 
             f"data.sandbox_readable: {held[0]} is a home or holds one, which no box may see",
             "name the folders in it that programs need",
         )
-    covered = tuple(sorted({os.path.realpath(path) for path in (*hidden, home)}))
+    covered = tuple(sorted({os.path.realpath(path) for path in (*hidden, str(home))}))
     kept = {
         os.path.abspath(path)
         for path in mine
