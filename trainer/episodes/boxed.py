@@ -35,11 +35,16 @@ from trainer.sandbox.plan import Limits, Plan
 READ = 64 << 10
 #: Between asking a process to end and ending it.
 TERMINATE_S = 5.0
+#: The folder of this package.
+ROOT = Path(__file__).resolve().parents[2]
 _LOOPBACK = re.compile(r"127\.0\.0\.1|localhost", re.ASCII)
 
 
 def plan_of(limits: Limits, readable: tuple[str, ...], hidden: tuple[str, ...], home: Path) -> Plan:
-    """The box of this interpreter: its own paths are readable, and so are programs that `verifiers` made with uv."""
+    """The box of this interpreter: its own paths are readable, and so are programs that `verifiers` made with uv.
+
+    Of the interpreter's paths those are left out that hold the home or are hidden. Raises `ConfigError` where `readable` names such a one.
+    """
     scripts = home / ".cache" / "verifiers" / "runtimes" / "scripts"
     cache = Path(
         os.environ.get("UV_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "uv"
@@ -48,27 +53,36 @@ def plan_of(limits: Limits, readable: tuple[str, ...], hidden: tuple[str, ...], 
     pythons = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or data / "uv/python")
     for folder in (scripts, cache / "environments-v2", pythons):  # bound before anything is in them
         folder.mkdir(parents=True, exist_ok=True)
-    mine = [
-        sys.prefix,
-        sys.base_prefix,
-        *sysconfig.get_paths().values(),
-        *(path for path in sys.path if path),
-    ]
-    named = [
-        *mine,
-        str(scripts),
-        str(cache / "environments-v2"),
-        str(pythons),
-        str(home / ".local/bin"),
-        *readable,
-    ]
-    whole = {str(home), "/", "/home", "/root", "/tmp"}
-    kept = {os.path.realpath(path) for path in named} | {os.path.abspath(path) for path in named}
-    return Plan(
-        limits,
-        tuple(sorted(path for path in kept - whole if Path(path).is_dir() or path in readable)),
-        tuple(sorted({os.path.realpath(path) for path in hidden})),
-    )
+    installed_in = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+    # Started from a clone, this package lies in a folder with much else, often the run's. A box needs its own program of it.
+    mine = installed_in | {path for path in sys.path if path and not _same(path, str(ROOT))}
+    mine |= {str(boxes.PROGRAM.parent), str(scripts), str(cache / "environments-v2"), str(pythons)}
+    mine.add(str(home / ".local/bin"))
+    if held := [path for path in readable if _holds(path, home)]:
+        raise ConfigError(
+            f"data.sandbox_readable: {held[0]} is a home or holds one, which no box may see",
+            "name the folders in it that programs need",
+        )
+    covered = tuple(sorted({os.path.realpath(path) for path in (*hidden, str(home))}))
+    kept = {
+        os.path.abspath(path)
+        for path in mine
+        if os.path.isdir(path) and not _holds(path, home) and os.path.realpath(path) not in covered
+    }
+    return Plan(limits, tuple(sorted(kept | {os.path.abspath(path) for path in readable})), covered)
+
+
+def _holds(path: str, home: Path) -> bool:
+    """Whether a folder is a home or above one, by whatever name: links and bind mounts are followed."""
+    places = [home.resolve(), Path("/home"), Path("/root"), Path("/tmp")]  # a box has a /tmp of its own
+    return any(_same(path, str(each)) for place in places for each in (place, *place.parents))
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 class Boxed:

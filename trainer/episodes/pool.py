@@ -57,7 +57,7 @@ class EnvironmentPool:
         count: int = 1,
         concurrency: int = 64,
         python: Path | None = None,
-        argv: Sequence[str] = ("-m", "trainer.episodes.worker"),
+        argv: Sequence[str] = ("-P", "-m", "trainer.episodes.worker"),
         say: Callable[[str], None] = print,
     ) -> None:
         self._setup, self._count, self._concurrency, self._say = setup, count, concurrency, say
@@ -135,9 +135,9 @@ class EnvironmentPool:
 
     def _start(self) -> None:
         number, self._started = self._started, self._started + 1
-        environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-        }
+        # -P, and no empty entry: else the folder that the job was started in is among the packages, which a sandbox's programs may read.
+        packages = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *packages])}
         process = subprocess.Popen(self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
         worker = self._workers[number] = _Worker(number, process)
         threading.Thread(

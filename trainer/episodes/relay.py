@@ -21,7 +21,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ NAMELESS = "-"
 DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
 #: As the gateway's own largest.
 MOST_BODY_BYTES = 16 << 20
+#: How many of these the calls of one episode hold together, and how many of its tools are asked at once.
+MOST_BODIES, MOST_ASKED = 4, 64
 #: The gateway is away, or full, or made the turn anew: asked again for as long.
 AWAY_S = 900.0
 WAITS = (429, 500, 503)
@@ -68,6 +70,7 @@ class Playing:
     asking: dict[str, asyncio.Task[dict[str, Any]]] = field(
         default_factory=dict
     )  # tools, by their calls' names
+    held: int = 0  # bytes of the bodies of its calls
 
     def taken(self) -> list[tuple[str, int]]:
         """The calls that it consists of, with the version that answered each."""
@@ -96,13 +99,20 @@ class Relay:
         self.base_url = ""
 
     def begin(
-        self, episode: str, key: str, setting: Setting, external: tools.OnDoubt | None = None
+        self,
+        episode: str,
+        key: str,
+        setting: Setting,
+        external: tools.OnDoubt | None = None,
+        seconds: float = 0.0,
     ) -> Playing:
-        """`external`: its tools' effects are outside, and what becomes of a call in doubt."""
+        """`external`: its tools' effects are outside, and what becomes of a call in doubt. `seconds`: an agent's longest."""
         playing = Playing(episode, key, setting)
         if external is not None:
             asker = secrets.token_hex(16)
-            playing.recorder = tools.Recorder(self._gateway, episode, key, asker, self._http, external)
+            playing.recorder = tools.Recorder(
+                self._gateway, episode, key, asker, self._http, external, seconds=seconds
+            )
         return playing
 
     def tool(self, rollout: str, name: str, url: str) -> str:
@@ -153,16 +163,17 @@ class Relay:
         playing = self._by_rollout.get(rollout)
         if playing is None:
             return _error(401, "no rollout of an episode that is played here")
-        try:
-            body = _cleaned(await _read(request))
-        except TooLarge as error:
-            return _error(413, str(error))
-        call = playing.calls.next(playing.agents[rollout])
-        started = time.monotonic()
-        try:
-            return await self._asked(playing, call, request.url.path, body)
-        finally:
-            playing.seconds += time.monotonic() - started
+        with _Held(playing) as held:
+            try:
+                body = _cleaned(await _read(request, held))
+            except TooLarge as error:
+                return _error(error.status, str(error))
+            call = playing.calls.next(playing.agents[rollout])
+            started = time.monotonic()
+            try:
+                return await self._asked(playing, call, request.url.path, body)
+            finally:
+                playing.seconds += time.monotonic() - started
 
     # ---------------------------------------------------------------- tools
 
@@ -172,29 +183,32 @@ class Relay:
         server = playing.servers.get((rollout, name)) if playing is not None else None
         if playing is None or server is None:
             return _error(401, "no tools of a rollout that is played here")
-        try:
-            body, headers = await _read(request), tools.forwarded(request.headers)
-        except TooLarge as error:
-            return _error(413, str(error))
-        recorded = playing.recorder is not None and request.method == "POST"
-        if recorded:
-            if playing.ended is not None:
-                return _error(400, playing.ended.reason)
+        with _Held(playing) as held:
             try:
-                body = tools.checked(body)
-            except tools.Unreadable as error:
-                return _error(400, str(error))
-            headers["content-type"] = "application/json"
-        made = self._http.build_request(
-            request.method, tools.target(server, request.url.query), content=body, headers=headers
-        )
-        if recorded and tools.call_of(body) is not None:
-            return await self._recorded(playing, playing.agents[rollout], server, request, made, body)
-        try:
-            reply = await self._http.send(made, stream=True)
-        except httpx2.TransportError as error:
-            return _error(502, f"the tool's server is away: {type(error).__name__}")
-        return StreamingResponse(tools.streamed(reply), reply.status_code, tools.returned(reply.headers))
+                body, headers = await _read(request, held), tools.forwarded(request.headers)
+            except TooLarge as error:
+                return _error(error.status, str(error))
+            recorded = playing.recorder is not None and request.method == "POST"
+            if recorded:
+                if playing.ended is not None:
+                    return _error(400, playing.ended.reason)
+                try:
+                    body = tools.checked(body)
+                except tools.Unreadable as error:
+                    return _error(400, str(error))
+                headers["content-type"] = "application/json"
+            made = self._http.build_request(
+                request.method, tools.target(server, request.url.query), content=body, headers=headers
+            )
+            if recorded and tools.call_of(body) is not None:
+                return await self._recorded(
+                    playing, playing.agents[rollout], server, request, made, body, held
+                )
+            try:
+                reply = await self._http.send(made, stream=True)
+            except httpx2.TransportError as error:
+                return _error(502, f"the tool's server is away: {type(error).__name__}")
+            return StreamingResponse(tools.streamed(reply), reply.status_code, tools.returned(reply.headers))
 
     def _over(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._tasks.discard(task)
@@ -209,6 +223,7 @@ class Relay:
         request: Request,
         made: httpx2.Request,
         body: bytes,
+        held: _Held,
     ) -> Response:
         """Answer a call of a tool that is asked once. Whoever hangs up leaves the call running, and finds it when it asks again."""
         assert playing.recorder is not None
@@ -218,12 +233,16 @@ class Relay:
         name, shown = f"{agent}.{digest}.{place}", False
         task = playing.asking.get(name)
         if task is None:
+            if sum(not one.done() for one in playing.asking.values()) >= MOST_ASKED:
+                playing.recorder.calls.give_back(agent, digest, place, shown=False)
+                return _error(429, f"{MOST_ASKED} of this episode's tools are asked already")
             task = asyncio.create_task(
                 tools.recorded(playing.recorder, self._http, server, name, made, body), name=name
             )
             playing.asking[name] = task
             self._tasks.add(task)  # it is recorded whoever still wants it
             task.add_done_callback(self._over)
+            task.add_done_callback(held.passed_on())
         gone = asyncio.create_task(_hung_up(request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -290,13 +309,45 @@ def _error(status: int, message: str) -> Response:
 
 
 class TooLarge(Exception):
-    """A body that no server here takes."""
+    """A body that no server here takes, or (`status` 429) not now."""
+
+    def __init__(self, why: str, status: int = 413) -> None:
+        super().__init__(why)
+        self.status = status
 
 
-async def _read(request: Request) -> bytes:
+class _Held:
+    """What the body of one call holds of its episode's room, until the call is over."""
+
+    def __init__(self, playing: Playing) -> None:
+        self._playing, self._nbytes = playing, 0
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._playing.held, self._nbytes = self._playing.held - self._nbytes, 0
+
+    def take(self, nbytes: int) -> None:
+        """Raises `TooLarge`."""
+        most = MOST_BODIES * MOST_BODY_BYTES
+        if self._playing.held + nbytes > most:
+            raise TooLarge(f"bodies of this episode's calls hold over {most:,} bytes", 429)
+        self._playing.held += nbytes
+        self._nbytes += nbytes
+
+    def passed_on(self) -> Callable[[object], None]:
+        """The call goes on without its request: what gives the room back then."""
+        later = _Held(self._playing)
+        later._nbytes, self._nbytes = self._nbytes, 0
+        return later.__exit__
+
+
+async def _read(request: Request, held: _Held) -> bytes:
     """The body. Raises `TooLarge`: what an agent's programs send must not take this process's memory, which others share."""
     body = bytearray()
     async for part in request.stream():
+        held.take(len(part))
         body += part
         if len(body) > MOST_BODY_BYTES:
             raise TooLarge(f"a body of over {MOST_BODY_BYTES:,} bytes")

@@ -41,9 +41,12 @@ _HOP = {
     "upgrade",
     "accept-encoding",
 }
-_ANSWERED_HOP = _HOP | {"content-encoding"}
 #: While the gateway is away.
 AWAY_S = 900.0
+#: A tool's server has as long to answer, or as an agent's episode may last where that is longer.
+ANSWER_S = 900.0
+#: Of a server's reply, with the notifications that it may send before its answer. A server of an agent's box may be the agent's by now.
+MOST_REPLY_BYTES = 2 * MAX_ANSWER_BYTES
 OnDoubt = Literal["fail", "tell"]
 UNANSWERED = "scavenger/unanswered"
 WAITS = (429, 500, 503)
@@ -71,6 +74,8 @@ class Recorder:
     on_doubt: OnDoubt = "fail"
     calls: ToolCalls = field(default_factory=ToolCalls)
     sent: dict[str, bytes | None] = field(default_factory=dict)
+    #: An agent's longest, in seconds.
+    seconds: float = 0.0
     #: A tool of this episode was asked, in this life or an earlier one.
     any_asked: bool = False
 
@@ -161,7 +166,7 @@ def message_of(content_type: str, body: bytes, number: Any) -> dict[str, Any] | 
     for one in found:
         try:
             message = json.loads(one)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if (
             isinstance(message, dict)
@@ -191,11 +196,13 @@ def unanswered(answer: Mapping[str, Any]) -> bool:
 
 
 def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _HOP}
+    """Without compression: a few bytes of it may become any number here."""
+    kept = {name: value for name, value in headers.items() if name.lower() not in _HOP}
+    return {**kept, "accept-encoding": "identity"}
 
 
 def returned(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _ANSWERED_HOP}
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP}
 
 
 def target(server: Server, query: str) -> str:
@@ -244,21 +251,44 @@ async def recorded(
             raise InDoubt(shown)
         return dict(await recorder.answered(call, json.dumps(failed(f"this call {IN_DOUBT}")).encode()))
     recorder.sent[call] = None
-    try:
-        reply = await http.send(request)
-        message = message_of(reply.headers.get("content-type", ""), reply.content, number)
-    except httpx2.TransportError as error:
-        message = failed(
-            f"the tool's server is gone ({type(error).__name__}): whether the call took effect is not known"
-        )
-    if message is None:
-        message = failed(f"the tool's server answered with status {reply.status_code} and no result")
+    message = await _answer(http, request, number, max(ANSWER_S, recorder.seconds))
     kept = {name: message[name] for name in ("result", "error") if name in message}
     data = json.dumps(kept).encode()
     if len(data) > MAX_ANSWER_BYTES:
         data = json.dumps(failed(f"the tool's answer has over {MAX_ANSWER_BYTES:,} bytes")).encode()
     recorder.sent[call] = data
     return await _kept(recorder, call, data)
+
+
+async def _answer(
+    http: httpx2.AsyncClient, request: httpx2.Request, number: Any, seconds: float
+) -> dict[str, Any]:
+    """What a server answers to a call, or one of `failed`. It takes this process no more memory and no longer than it may."""
+    body, kind, status, unknown = bytearray(), "", 0, "whether the call took effect is not known"
+    try:
+        async with asyncio.timeout(seconds):
+            reply = await http.send(request, stream=True)
+            try:
+                kind, status = reply.headers.get("content-type", ""), reply.status_code
+                if reply.headers.get("content-encoding", "identity").lower() != "identity":
+                    return failed(
+                        f"the tool's server compressed its answer, which it was not asked for: {unknown}"
+                    )
+                async for part in reply.aiter_raw():
+                    body += part
+                    if len(body) > MOST_REPLY_BYTES:
+                        break
+            finally:
+                await reply.aclose()
+        why = f"the tool's server answered with status {status} and no result"
+    except TimeoutError:
+        why = f"the tool's server gave no answer for {seconds:g} s: {unknown}"
+    except httpx2.TransportError as error:
+        why = f"the tool's server is gone ({type(error).__name__}): {unknown}"
+    if len(body) > MOST_REPLY_BYTES:
+        return failed(f"the tool's server sent over {MOST_REPLY_BYTES:,} bytes: {unknown}")
+    # An event may have come though its stream did not end.
+    return message_of(kind, bytes(body), number) or failed(why)
 
 
 async def _kept(recorder: Recorder, call: str, data: bytes) -> dict[str, Any]:
@@ -270,7 +300,7 @@ async def _kept(recorder: Recorder, call: str, data: bytes) -> dict[str, Any]:
 async def streamed(reply: httpx2.Response) -> AsyncIterator[bytes]:
     """What a server sends, as it comes."""
     try:
-        async for part in reply.aiter_bytes():
+        async for part in reply.aiter_raw():
             yield part
     finally:
         await reply.aclose()

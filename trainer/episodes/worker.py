@@ -126,7 +126,8 @@ class Environment:
         """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
         started = time.monotonic()
         external = cast(OnDoubt, self._setup.on_doubt) if self._setup.effects == "external" else None
-        playing = self._relay.begin(ask.episode, ask.key, cast(Setting, self._setup.on_divergence), external)
+        setting, seconds = cast(Setting, self._setup.on_divergence), self._setup.seconds
+        playing = self._relay.begin(ask.episode, ask.key, setting, external, seconds)
         try:
             played = await self._played(ask, playing)
         except Exception as error:  # noqa: BLE001  the environment's own code

@@ -152,12 +152,12 @@ class Box:
             "seconds": limits.seconds,
         }
         program = [self._python, "-I", "-S", "-B", str(PROGRAM), str(theirs.fileno()), json.dumps(said)]
-        exists = [path for path in plans.candidates(self._plan) if os.path.exists(path)]
+        real = {path: os.path.realpath(path) for path in plans.candidates(self._plan) if os.path.exists(path)}
         self._control, self._ready = ours, loop.create_future()
         self.environment = plans.environment(os.environ)
         try:
             argv = plans.arguments(
-                self._plan, exists, program, filter_fd=given[0], passwd_fd=given[1], group_fd=given[2]
+                self._plan, real, program, filter_fd=given[0], passwd_fd=given[1], group_fd=given[2]
             )
             self._process = await asyncio.create_subprocess_exec(
                 self._bwrap,

@@ -2,10 +2,13 @@
 
     another architecture's call        -> the process is killed: its numbers mean other calls
     one of `REFUSED`                   -> ENOSYS, so that programs do without, as on an older kernel
+    memory that is shared and no file  -> EPERM
+    a socket of another family         -> EAFNOSUPPORT: the box's network has UNIX and Internet sockets, and tells of its interfaces
     anything else                      -> allowed
 
 Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores), and what only
-widens the kernel's surface: io_uring, BPF, keys, new mounts. Debuggers work within a box.
+widens the kernel's surface: io_uring, BPF, keys, new mounts. Debuggers work within a box. Pages of shared memory without a file stay when a
+process drops them (MADV_DONTNEED), so nothing that is read of processes shows them. AF_VSOCK knows no network of a box's own.
 
 Boundary: numbers of two architectures, from the kernel's tables; installs nothing.
 """
@@ -63,24 +66,77 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }
+#: By architecture: calls whose arguments are looked at.
+LOOKED_AT: dict[str, dict[str, int]] = {
+    "x86_64": {"mmap": 9, "socket": 41, "socketpair": 53},
+    "aarch64": {"mmap": 222, "socket": 198, "socketpair": 199},
+}
 #: x86-64's second table of the same numbers (x32) has this bit.
 X32 = 0x40000000
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-ALLOW, KILL, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | 38
+
+
+def argument(place: int) -> int:
+    """The offset of an argument's lower half in struct seccomp_data: both architectures are little-endian."""
+    return 16 + 8 * place
+
+
+#: Of mmap's flags. MAP_SHARED_VALIDATE has the first bit too, MAP_PRIVATE has not.
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, NETLINK_ROUTE = 1, 2, 10, 16, 0
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+_ERROR = 0x00050000
+ENOSYS, EPERM, EAFNOSUPPORT = _ERROR | 38, _ERROR | 1, _ERROR | 97
+_NEXT = ""
 
 
 def program(machine: str) -> bytes:
     """`machine`: as `os.uname().machine`. Raises `KeyError` for one without a table."""
     audit, refused = REFUSED[machine]
-    numbers = sorted(refused.values())
-    code = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, audit),
-        (_RETURN, 0, 0, KILL),
-        (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, len(numbers) + 1, 0, X32),  # to ENOSYS
+    looked_at = LOOKED_AT[machine]
+    # (what, number, where to if so, where to if not); a place's name stands alone.
+    code: list[str | tuple[int, int, str, str]] = [
+        (_LOAD, _ARCHITECTURE, _NEXT, _NEXT),
+        (_EQUAL, audit, _NEXT, "kill"),
+        (_LOAD, _NUMBER, _NEXT, _NEXT),
+        (_AT_LEAST, X32, "unknown", _NEXT),
+        *((_EQUAL, number, "unknown", _NEXT) for number in sorted(refused.values())),
+        (_EQUAL, looked_at["mmap"], "memory", _NEXT),
+        (_EQUAL, looked_at["socket"], "socket", _NEXT),
+        (_EQUAL, looked_at["socketpair"], "socket", "allow"),
+        "memory",
+        (_LOAD, argument(3), _NEXT, _NEXT),
+        (_AND, MAP_SHARED | MAP_ANONYMOUS, _NEXT, _NEXT),
+        (_EQUAL, MAP_SHARED | MAP_ANONYMOUS, "denied", "allow"),
+        "socket",
+        (_LOAD, argument(0), _NEXT, _NEXT),
+        *((_EQUAL, family, "allow", _NEXT) for family in (AF_UNIX, AF_INET, AF_INET6)),
+        (_EQUAL, AF_NETLINK, _NEXT, "family"),
+        (_LOAD, argument(2), _NEXT, _NEXT),
+        (_EQUAL, NETLINK_ROUTE, "allow", "family"),
     ]
-    code += [(_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
-    code += [(_RETURN, 0, 0, ALLOW), (_RETURN, 0, 0, ENOSYS)]
-    return b"".join(struct.pack("=HBBI", *one) for one in code)
+    for place, answer in (
+        ("allow", ALLOW),
+        ("kill", KILL),
+        ("unknown", ENOSYS),
+        ("denied", EPERM),
+        ("family", EAFNOSUPPORT),
+    ):
+        code += [place, (_RETURN, answer, _NEXT, _NEXT)]
+    return _assembled(code)
+
+
+def _assembled(code: list[str | tuple[int, int, str, str]]) -> bytes:
+    """As the kernel reads it: a jump is the count of instructions that it passes over."""
+    places: dict[str, int] = {}
+    lines: list[tuple[int, int, str, str]] = []
+    for one in code:
+        if isinstance(one, str):
+            places[one] = len(lines)
+        else:
+            lines.append(one)
+    return b"".join(
+        struct.pack("=HBBI", what, *(places[to] - at - 1 if to != _NEXT else 0 for to in (yes, no)), number)
+        for at, (what, number, yes, no) in enumerate(lines)
+    )

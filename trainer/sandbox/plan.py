@@ -78,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`readable`: paths that are bound read-only where they are. `hidden`: folders that are empty in the box, though within those."""
+    """`readable`: paths that are bound read-only, under their names. `hidden`: folders that are empty in the box, though within those."""
 
     limits: Limits
     readable: tuple[str, ...] = ()
@@ -99,26 +99,39 @@ def check_version(said: str) -> None:
         )
 
 
-def mounts(plan: Plan, exists: Iterable[str]) -> list[tuple[str, str]]:
-    """(option, path), parents before what lies in them. `exists`: which of the paths there are.
+def mounts(plan: Plan, real: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """(option, path) or ("--symlink", target, path), parents before what lies in them. `real`: of the paths that exist, without links.
 
-    Raises `ConfigError` where a path is to be read and hidden at once.
+    Folders are bound where they really are, and a path that leads there by links becomes a link: so a hidden folder, which is covered where
+    it really is, has no second name. Raises `ConfigError` where a path is to be read and hidden at once.
     """
-    there = set(exists)
-    system = [*SYSTEM, *(f"/etc/{name}" for name in ETC)]
-    bound = {path for path in (*system, *plan.readable) if path in there}
-    if both := sorted(set(plan.readable) & set(plan.hidden)):
+    named = [path for path in (*SYSTEM, *(f"/etc/{name}" for name in ETC), *plan.readable) if path in real]
+    hidden = {real.get(path, path) for path in plan.hidden}
+    if both := sorted(path for path in plan.readable if real.get(path, path) in hidden):
         raise ConfigError(
             f"data.sandbox_readable: {both[0]} is a folder of the run or of the daemon, which no box may see",
             "name a folder beside it",
         )
-    covered = {path for path in plan.hidden if path in there and _within(path, bound)}
-    found = [("--ro-bind", path) for path in bound] + [("--tmpfs", path) for path in covered]
-    return sorted(found, key=lambda one: (len(PurePosixPath(one[1]).parts), one[1]))
+    bound = {real[path] for path in named}
+    covered = {real[path] for path in plan.hidden if path in real and _within(real[path], bound)}
+    found: list[tuple[str, ...]] = [("--ro-bind", path) for path in bound]
+    found += [("--tmpfs", path) for path in covered]
+    made: set[str] = set()
+    for path in sorted(set(named), key=_depth):
+        above = next((str(each) for each in PurePosixPath(path).parents if str(each) in bound | covered), "")
+        # Within a folder that is bound the link is there already; behind another link, too.
+        if path != real[path] and (not above or above in covered) and not _within(path, made):
+            found.append(("--symlink", real[path], path))
+            made.add(path)
+    return sorted(found, key=lambda one: _depth(one[-1]))
+
+
+def _depth(path: str) -> tuple[int, str]:
+    return len(PurePosixPath(path).parts), path
 
 
 def candidates(plan: Plan) -> list[str]:
-    """Paths of which `mounts` wants to know whether they exist."""
+    """Paths of which `mounts` wants to know whether they exist, and where they really are."""
     return [*SYSTEM, *(f"/etc/{name}" for name in ETC), *plan.readable, *plan.hidden]
 
 
@@ -129,14 +142,14 @@ def _within(path: str, folders: Iterable[str]) -> bool:
 
 def arguments(
     plan: Plan,
-    exists: Iterable[str],
+    real: Mapping[str, str],
     program: Sequence[str],
     *,
     filter_fd: int,
     passwd_fd: int,
     group_fd: int,
 ) -> list[str]:
-    """After `bwrap`. `program` is process 1. The descriptors: of the seccomp program, and of the box's only account and group."""
+    """After `bwrap`. `real`: as of `mounts`. `program` is process 1. The descriptors: seccomp program, account, group."""
     disk, shared = plan.limits.disk_mb << 20, min(64, plan.limits.disk_mb) << 20
     argv = [
         "--unshare-all",
@@ -149,15 +162,19 @@ def arguments(
     argv += ["--cap-drop", "ALL", "--uid", str(UID), "--gid", str(GID), "--hostname", "box", "--clearenv"]
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(shared), "--perms", "1777", "--tmpfs", SHARED]
     # bubblewrap covers what it may write itself; a file of /proc/sys is also writable to whoever is root outside, whatever the box says.
-    argv += ["--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/dev"]
+    argv += ["--ro-bind", "/proc/sys", "/proc/sys"]
+    # Of /dev/zero there are shared mappings, which are memory without a file that no limit counts. /dev/full reads as it, and has none.
+    argv += ["--dev-bind", "/dev/full", "/dev/zero", "--remount-ro", "/dev"]
     argv += ["--size", str(disk), "--perms", "1777", "--tmpfs", TMP, "--dir", HOME, "--dir", WORK]
     empty = []
-    for option, path in mounts(plan, exists):
+    for option, *paths in mounts(plan, real):
         if option == "--ro-bind":
-            argv += [option, path, path]
+            argv += [option, *paths, *paths]
+        elif option == "--symlink":
+            argv += [option, *paths]
         else:
-            argv += ["--size", "65536", option, path]
-            empty.append(path)
+            argv += ["--size", "65536", option, *paths]
+            empty += paths
     for path in empty:  # once what lies in them has its place
         argv += ["--remount-ro", path]
     argv += ["--ro-bind-data", str(passwd_fd), "/etc/passwd", "--ro-bind-data", str(group_fd), "/etc/group"]

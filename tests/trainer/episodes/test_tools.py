@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -394,6 +395,135 @@ def test_a_body_that_would_take_the_worker_s_memory_is_refused(
                 )
                 assert large.status_code == 413
             assert not server.asked
+
+    asyncio.run(run())
+
+
+Then = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def raw(reply: bytes, then: Then) -> AsyncIterator[ToolServer]:
+    """A server that answers each request with these bytes, and goes on as `then` says."""
+    under_way = 0
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal under_way
+        under_way += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(reply)
+            await then(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        under_way -= 1
+
+    tool = ToolServer()
+    server = await asyncio.start_server(one, "127.0.0.1", 0)
+    tool.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    yield tool
+    server.close()
+    while under_way:
+        await asyncio.sleep(0.01)
+
+
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the one who asked is gone."""
+    await writer.drain()
+    await reader.read()
+
+
+def told(live: LiveGateway, reply: bytes, then: Then) -> str:
+    """What an agent is told, and is told again when it asks again."""
+
+    async def run() -> str:
+        async with raw(reply, then) as tool, a_life(live, tool) as life, asyncio.timeout(50):
+            found = await life.text(to="x")
+            assert await life.text(to="x") == found
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_server_that_sends_without_end_is_cut_off_and_its_call_fails(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of an agent's box may be the agent's by then: their reply must not take the worker's memory."""
+    monkeypatch.setattr(tools, "MOST_REPLY_BYTES", 1 << 20)
+    sent = 0
+
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        while sent < 256 << 20:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+            sent += 1 << 16
+
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n"
+    assert "sent over 1,048,576 bytes" in told(live, head, endless)
+    assert sent < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("came", "says"),
+    [
+        (b"", "no answer for 0.5 s"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{",
+            "no answer for 0.5 s",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+            b'data: {"id": 7, "result": {"content": [{"type": "text", "text": "came"}]}}\n\n',
+            "came",
+        ),
+    ],
+)
+def test_a_server_that_never_comes_to_an_end_is_not_waited_for(
+    came: bytes, says: str, live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "ANSWER_S", 0.5)
+
+    assert says in told(live, came, hang)
+
+
+def test_a_compressed_answer_is_not_unpacked(live: LiveGateway) -> None:
+    packed = gzip.compress(bytes(8 << 20))
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(packed)}\r\n\r\n"
+
+    assert "compressed its answer" in told(live, head.encode() + packed, hang)
+
+
+def test_an_episode_s_calls_hold_bodies_up_to_a_bound_together_until_they_are_over(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "MOST_BODY_BYTES", 1 << 16)
+
+    async def run() -> None:
+        async with ToolServer().serving() as server, a_life(live, server) as life:
+            go = asyncio.Event()
+            server.before = go.wait  # type: ignore[assignment]
+            text = "x" * (60 << 10)
+            waiting = [asyncio.create_task(life.ask(to=f"{n}{text}")) for n in range(relay.MOST_BODIES)]
+            while len(server.asked) < len(waiting):
+                await asyncio.sleep(0.01)
+            for path in ("inference/v1/generate", "tools/a/mail"):
+                refused = await life.http.post(
+                    f"{life.relay.base_url}/{path}", content=bytes(60 << 10), headers={"X-Session-ID": "a"}
+                )
+                assert refused.status_code == 429, refused.text
+            waiting.pop().cancel()  # who hangs up leaves its call, and what that holds
+            await asyncio.sleep(0.2)
+            assert (await life.ask(to=text)).status_code == 429
+            monkeypatch.setattr(relay, "MOST_ASKED", relay.MOST_BODIES)
+            few = await life.ask(to="y")
+            assert (few.status_code, "asked already" in few.text) == (429, True)
+            go.set()
+            assert [(await one).status_code for one in waiting] == [200] * len(waiting)
+            while life.playing.held:
+                await asyncio.sleep(0.01)
+            assert (await life.ask(to=text)).status_code == 200
 
     asyncio.run(run())
 

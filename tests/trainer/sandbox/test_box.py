@@ -325,6 +325,50 @@ def test_one_process_that_takes_too_much_memory_or_disk_is_told_and_its_box_goes
     assert after.stdout == b"on\n"
 
 
+def test_shared_memory_that_no_limit_counts_is_refused_and_what_programs_commonly_share_works() -> None:
+    """Its pages stay when a process drops them, so no look at processes finds them."""
+    said = done(
+        python(
+            """
+            import mmap, socket
+            with open("/dev/zero", "r+b", buffering=0) as zero:
+                assert zero.read(3) == bytes(3)
+                for shared in (lambda: mmap.mmap(-1, 1 << 20), lambda: mmap.mmap(zero.fileno(), 1 << 20)):
+                    try:
+                        held = shared()
+                        held.write(bytes(1 << 20))
+                        held.madvise(mmap.MADV_DONTNEED)
+                        print("taken")
+                    except OSError as error:
+                        print(error.strerror)
+            for family in (socket.AF_VSOCK, socket.AF_PACKET, socket.AF_ALG):
+                try:
+                    socket.socket(family, socket.SOCK_STREAM)
+                    print("opened")
+                except OSError as error:
+                    print(error.strerror)
+            mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).write(b"x")
+            socket.socketpair()
+            from multiprocessing import Array, Pool, shared_memory
+            numbers = Array("i", 4)
+            def add(one):
+                with numbers.get_lock():
+                    numbers[one] += 1
+                return one
+            from multiprocessing import get_context
+            with get_context("fork").Pool(2) as pool:
+                print(sum(pool.map(add, range(4))), list(numbers))
+            one = shared_memory.SharedMemory(create=True, size=4096)
+            one.buf[0] = 7
+            print(shared_memory.SharedMemory(one.name).buf[0])
+            one.unlink()
+            """
+        )
+    )
+    refused = ["Operation not permitted", "No such device", *["Address family not supported by protocol"] * 3]
+    assert said.stdout.decode().splitlines() == [*refused, "6 [1, 1, 1, 1]", "7"], said.stderr
+
+
 def test_a_command_that_is_given_up_is_ended_with_its_children() -> None:
     async def ran() -> None:
         async with a_box() as box:

@@ -15,7 +15,7 @@ from trainer.sandbox.plan import Limits, Plan, arguments, candidates, check_vers
 
 def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> None:
     plan = Plan(Limits(), ("/p/you/code", "/p/you/code/out/data"), ("/p/you/code/out", "/p/you/keys"))
-    found = mounts(plan, ["/usr", *plan.readable, *plan.hidden])
+    found = mounts(plan, {path: path for path in ("/usr", *plan.readable, *plan.hidden)})
     assert found == [
         ("--ro-bind", "/usr"),
         ("--ro-bind", "/p/you/code"),
@@ -27,14 +27,35 @@ def test_a_hidden_folder_is_empty_though_it_lies_in_one_that_is_readable() -> No
 def test_a_folder_of_the_run_cannot_be_made_readable() -> None:
     plan = Plan(Limits(), ("/p/out",), ("/p/out",))
     with pytest.raises(ConfigError, match="which no box may see"):
-        mounts(plan, ["/p/out"])
+        mounts(plan, {"/p/out": "/p/out"})
+
+
+def test_a_link_to_a_readable_folder_is_a_link_so_that_what_is_hidden_has_no_second_name() -> None:
+    plan = Plan(Limits(), ("/data/proj", "/data/proj/sub", "/code/link"), ("/data/proj/out", "/gpfs/code"))
+    real = {path: path.replace("/data", "/gpfs/data") for path in ("/data/proj", "/data/proj/sub")}
+    real |= {"/data/proj/out": "/gpfs/data/proj/out", "/bin": "/usr/bin", "/usr": "/usr"}
+    assert mounts(plan, real) == [
+        ("--symlink", "/usr/bin", "/bin"),
+        ("--ro-bind", "/usr"),
+        ("--symlink", "/gpfs/data/proj", "/data/proj"),
+        ("--ro-bind", "/usr/bin"),
+        ("--ro-bind", "/gpfs/data/proj"),
+        ("--tmpfs", "/gpfs/data/proj/out"),
+        ("--ro-bind", "/gpfs/data/proj/sub"),
+    ], "what lies behind a link needs none of its own"
+    with pytest.raises(ConfigError, match="/code/link is a folder of the run"):
+        mounts(plan, {"/code/link": "/gpfs/code", "/gpfs/code": "/gpfs/code"})
 
 
 def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
     plan = Plan(Limits(disk_mb=7), ("/data",))
-    argv = arguments(plan, ["/usr", "/data"], ["program"], filter_fd=3, passwd_fd=4, group_fd=5)
+    argv = arguments(
+        plan, {"/usr": "/usr", "/data": "/data"}, ["program"], filter_fd=3, passwd_fd=4, group_fd=5
+    )
     assert "--bind" not in argv
-    assert "--dev-bind" not in argv
+    assert [argv[at : at + 3] for at, one in enumerate(argv) if one == "--dev-bind"] == [
+        ["--dev-bind", "/dev/full", "/dev/zero"]
+    ]
     assert "--unshare-all" in argv
     assert "--share-net" not in argv
     assert ("--size", str(7 << 20)) in list(itertools.pairwise(argv))
@@ -45,7 +66,7 @@ def test_nothing_of_the_host_is_writable_and_there_is_no_network() -> None:
 
 def test_no_folder_of_private_keys_is_among_what_every_box_reads() -> None:
     plan = Plan(Limits())
-    bound = {path for _, path in mounts(plan, ["/etc/ssl", "/etc/pki", *candidates(plan)])}
+    bound = {one[-1] for one in mounts(plan, {path: path for path in candidates(plan)})}
     for key in (
         "/etc/ssl/private/host.key",
         "/etc/pki/tls/private/host.key",
@@ -77,8 +98,9 @@ def test_a_box_has_none_of_its_owner_s_secrets() -> None:
     assert found["HOME"] == "/tmp/home"
 
 
-def verdict(machine: str, audit: int, number: int) -> int:
-    """The program's answer, by a machine of the four instructions that it has."""
+def verdict(machine: str, audit: int, number: int, *arguments: int) -> int:
+    """The program's answer, by a machine of the five instructions that it has."""
+    data = struct.pack("=IIQ6Q", number, audit, 0, *arguments, *[0] * (6 - len(arguments)))
     code = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
     at, loaded = 0, 0
     while True:
@@ -87,7 +109,9 @@ def verdict(machine: str, audit: int, number: int) -> int:
         if what == 0x06:
             return int(k)
         if what == 0x20:
-            loaded = audit if k == 4 else number
+            [loaded] = struct.unpack_from("=I", data, k)
+        elif what == 0x54:
+            loaded &= k
         else:
             taken = loaded == k if what == 0x15 else loaded >= k
             at += yes if taken else no
@@ -97,8 +121,36 @@ def verdict(machine: str, audit: int, number: int) -> int:
 def test_the_filter_refuses_what_its_table_names_and_nothing_else(machine: str) -> None:
     audit, refused = seccomp.REFUSED[machine]
     numbers = set(refused.values())
+    sockets = {seccomp.LOOKED_AT[machine][name] for name in ("socket", "socketpair")}
     for number in range(600):
         wanted = seccomp.ENOSYS if number in numbers else seccomp.ALLOW
-        assert verdict(machine, audit, number) == wanted, number
+        assert verdict(machine, audit, number, int(number in sockets)) == wanted, number
     assert verdict(machine, audit, seccomp.X32 + 1) == seccomp.ENOSYS
     assert verdict(machine, audit ^ 1, 1) == seccomp.KILL
+
+
+@pytest.mark.parametrize("machine", sorted(seccomp.REFUSED))
+def test_the_filter_refuses_shared_memory_without_a_file_and_sockets_past_the_box_s_network(
+    machine: str,
+) -> None:
+    audit, _ = seccomp.REFUSED[machine]
+    numbers = seccomp.LOOKED_AT[machine]
+    shared, private, validate, anonymous, fixed = 0x01, 0x02, 0x03, 0x20, 0x10
+    for flags in (
+        shared | anonymous,
+        validate | anonymous,
+        shared | anonymous | fixed,
+        1 << 40 | shared | anonymous,
+    ):
+        assert verdict(machine, audit, numbers["mmap"], 0, 4096, 3, flags) == seccomp.EPERM
+    for flags in (shared, validate, private | anonymous, private | anonymous | fixed):
+        assert verdict(machine, audit, numbers["mmap"], 0, 4096, 3, flags) == seccomp.ALLOW
+    for call in (numbers["socket"], numbers["socketpair"]):
+        found = {
+            family for family in range(64) if verdict(machine, audit, call, family, 1, 0) == seccomp.ALLOW
+        }
+        assert found == {1, 2, 10, 16}
+        assert verdict(machine, audit, call, 40, 1, 0) == seccomp.EAFNOSUPPORT, "AF_VSOCK"
+        assert verdict(machine, audit, call, 16, 3, 15) == seccomp.EAFNOSUPPORT, (
+            "netlink beside NETLINK_ROUTE"
+        )
