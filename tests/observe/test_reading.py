@@ -68,3 +68,19 @@ def test_drafts_are_counted_over_engines_that_come_and_go() -> None:
     assert counted() == (34, 18, 9), (
         "what says that it shrank is another engine, or lies: a counter never shrinks"
     )
+
+
+def test_what_engines_drafted_before_a_daemon_began_is_not_counted_by_it() -> None:
+    bench, lease = one_lease()
+
+    def beat(conn: int, *totals: int) -> None:
+        held = (Held(lease.sample_id, lease.epoch, 0),)
+        bench.say(conn, Heartbeat(held, 0, 1, 0.0, 0, 0.0, "awake", 0, 0, 0.0, -1, *totals))
+
+    beat(W1, 20, 11, 5)
+    bench.restart()
+    bench.hello(W1, held=(Held(lease.sample_id, lease.epoch, 0),), loaded=1)
+    beat(W1, 20, 11, 5)
+    beat(W1, 24, 13, 6)
+    (run,) = bench.router.core.runs.values()
+    assert (run.speculated.drafted, run.speculated.accepted, run.speculated.verifications) == (4, 2, 1)

@@ -280,6 +280,7 @@ def _restore_worker(core: Core, run: ActiveRun, joined: rec.WorkerJoined) -> Non
         joined_at=core.now,
         idle_since=core.now,
     )
+    worker.engine.speculated = None
     worker.transition(WorkerStep.RESTORE)
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)

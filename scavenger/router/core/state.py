@@ -751,7 +751,9 @@ class EngineMetrics:
     best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
     room: int | None = None  # leases that its host lets it have, by its own word; None: it is not bounded
     entered: int = 0  # tokens that went into its KV cache, by what it was leased and generated
-    speculated: Speculated | None = None  # in its last heartbeat; None: there was none yet
+    speculated: Speculated | None = (
+        NOT_SPECULATED  # in its last heartbeat; None: it is of before this daemon began
+    )
 
 
 @dataclass(slots=True)
