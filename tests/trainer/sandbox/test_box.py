@@ -360,7 +360,9 @@ def test_shared_memory_that_no_limit_counts_is_refused_and_what_programs_commonl
                 print(sum(pool.map(add, range(4))), list(numbers))
             one = shared_memory.SharedMemory(create=True, size=4096)
             one.buf[0] = 7
-            print(shared_memory.SharedMemory(one.name).buf[0])
+            other = shared_memory.SharedMemory(one.name)
+            print(other.buf[0])
+            other.close()
             one.unlink()
             """
         )
