@@ -12,7 +12,7 @@ import pytest
 from scavenger.ledger import records as rec
 from scavenger.policy import agreement as agreement_policy
 from scavenger.protocol.messages import Ack, Chunk, CommitStep, Held, Lease
-from scavenger.router.core import agreement, registration, restore, runs, samples, steps, worker_commands
+from scavenger.router.core import registration, restore, runs, samples, steps, worker_commands
 from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.tables import Core
@@ -298,7 +298,7 @@ def woken_without_the_trainer(patch: pytest.MonkeyPatch) -> None:
 
 def set_aside_and_kept(patch: pytest.MonkeyPatch) -> None:
     """An engine whose numbers are wrong is named, and goes on as before."""
-    patch.setattr(agreement, "_set_aside", lambda core, worker, reason: None)
+    patch.setattr(worker_commands, "set_aside", lambda core, worker, reason: None)
 
 
 def blamed_on_another(patch: pytest.MonkeyPatch) -> None:
