@@ -53,12 +53,12 @@ Policy = Callable[[Objective], Callable[[ServiceView, float], int]]
 
 
 def ours(objective: Objective) -> Callable[[ServiceView, float], int]:
-    standing = policy.begin(RULES, 0.0)
+    state = policy.begin(RULES, 0.0)
 
     def budget(view: ServiceView, now: float) -> int:
-        nonlocal standing
-        decision = policy.decide(standing, view, objective, RULES, now)
-        standing = decision.standing
+        nonlocal state
+        decision = policy.decide(state, view, objective, RULES, now)
+        state = decision.state
         return decision.budget
 
     return budget

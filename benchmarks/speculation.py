@@ -148,7 +148,7 @@ def trained(task: Task, steps: int) -> tuple[str, Any, float]:
         loss = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), rows[:, task.given :].reshape(-1)
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch types it not
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

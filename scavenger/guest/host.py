@@ -234,7 +234,7 @@ class GuestHost:
 
     def _work(self, began: float) -> int:
         options = self._options
-        standing = serving.begin(options.rules, began)
+        state = serving.begin(options.rules, began)
         seen, refused = False, 0
         while not self._stop.is_set():
             due = self._clock() + options.poll_s
@@ -262,8 +262,8 @@ class GuestHost:
                 )
             now = self._clock()
             if view is not None or not read:
-                decision = serving.decide(standing, view, options.objective, options.rules, now)
-                standing = decision.standing
+                decision = serving.decide(state, view, options.objective, options.rules, now)
+                state = decision.state
                 self._count(decision)
                 self._tell(decision, now)
             code = self._look(now)

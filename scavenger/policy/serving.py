@@ -154,7 +154,7 @@ CUTS = frozenset({Verdict.SLOW, Verdict.BURST, Verdict.SLOW_ALONE, Verdict.BLIND
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServingState:
     """What is remembered from one decision to the next. Times in the caller's seconds.
 
     `ceiling`: the budget beyond which the service was slow, or `ServingRules.most`. `ceiling_at`: since when it is reached and held.
@@ -177,19 +177,19 @@ class Standing:
 class ServingDecision:
     """The budget from now on, in samples; why; by which numbers; and what to remember."""
 
-    standing: Standing
+    state: ServingState
     verdict: Verdict
     reason: str
     inputs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
-        return self.standing.budget
+        return self.state.budget
 
 
-def begin(rules: ServingRules, now: float) -> Standing:
+def begin(rules: ServingRules, now: float) -> ServingState:
     """Nothing is known yet: the engine sleeps."""
-    return Standing(budget=0, ceiling=rules.most, read_at=now, hold_s=rules.hold_s)
+    return ServingState(budget=0, ceiling=rules.most, read_at=now, hold_s=rules.hold_s)
 
 
 def slacks(
@@ -209,22 +209,22 @@ def slacks(
 
 
 def decide(
-    standing: Standing, view: ServiceView | None, objective: Objective, rules: ServingRules, now: float
+    state: ServingState, view: ServiceView | None, objective: Objective, rules: ServingRules, now: float
 ) -> ServingDecision:
     """The budget from `now` on. `view` None: the service's metrics could not be read this time. `now` never goes back."""
     if view is None:
-        return _unread(standing, rules, now)
+        return _unread(state, rules, now)
     waits_unserved = view.waiting > 0 and view.ttft_now_s is None
-    wait_at = (standing.read_at if standing.wait_at is None else standing.wait_at) if waits_unserved else None
+    wait_at = (state.read_at if state.wait_at is None else state.wait_at) if waits_unserved else None
     waited_s = 0.0 if wait_at is None else now - wait_at
     prefill, decode = slacks(view, objective, waited_s)
     least = min(slack for slack in (prefill, decode) if slack is not None)
-    standing = replace(standing, read_at=now, wait_at=wait_at)
-    inputs = _inputs(standing, view, prefill, decode, waited_s)
+    state = replace(state, read_at=now, wait_at=wait_at)
+    inputs = _inputs(state, view, prefill, decode, waited_s)
     figures = _figures(view, objective, waited_s)
     if least <= 0 or _bursts(view, objective, rules):
-        return _cut(standing, view, rules, now, slow=least <= 0, figures=figures, inputs=inputs)
-    return _with_slack(standing, view, rules, now, least, figures, inputs)
+        return _cut(state, view, rules, now, slow=least <= 0, figures=figures, inputs=inputs)
+    return _with_slack(state, view, rules, now, least, figures, inputs)
 
 
 def _bursts(view: ServiceView, objective: Objective, rules: ServingRules) -> bool:
@@ -235,21 +235,19 @@ def _bursts(view: ServiceView, objective: Objective, rules: ServingRules) -> boo
     )
 
 
-def _unread(standing: Standing, rules: ServingRules, now: float) -> ServingDecision:
-    silent_s = now - standing.read_at
-    inputs = {"silent_s": silent_s, "budget_before": float(standing.budget)}
+def _unread(state: ServingState, rules: ServingRules, now: float) -> ServingDecision:
+    silent_s = now - state.read_at
+    inputs = {"silent_s": silent_s, "budget_before": float(state.budget)}
     if silent_s < rules.blind_s:
-        reason = (
-            f"the service's metrics were last read {silent_s:.1f} s ago; the budget stays {standing.budget}"
-        )
-        return ServingDecision(replace(standing, steady_at=None), Verdict.KEPT, reason, inputs)
+        reason = f"the service's metrics were last read {silent_s:.1f} s ago; the budget stays {state.budget}"
+        return ServingDecision(replace(state, steady_at=None), Verdict.KEPT, reason, inputs)
     reason = f"the service's metrics were last read {silent_s:.1f} s ago: nothing is known of its slack"
-    shut = replace(standing, budget=0, steady_at=None, ceiling_at=None, wait_at=None)
+    shut = replace(state, budget=0, steady_at=None, ceiling_at=None, wait_at=None)
     return ServingDecision(shut, Verdict.BLIND, reason, inputs)
 
 
 def _cut(
-    standing: Standing,
+    state: ServingState,
     view: ServiceView,
     rules: ServingRules,
     now: float,
@@ -258,26 +256,26 @@ def _cut(
     figures: str,
     inputs: Mapping[str, float],
 ) -> ServingDecision:
-    shut = replace(standing, budget=0, steady_at=None, ceiling_at=None)
+    shut = replace(state, budget=0, steady_at=None, ceiling_at=None)
     if view.samples == 0:
         return ServingDecision(
             shut, Verdict.SLOW_ALONE, f"{figures}: slow without any sample of ours", inputs
         )
     verdict = Verdict.SLOW if slow else Verdict.BURST
-    if standing.budget == 0:  # the cut was made; what it stopped is in this interval's figures yet
+    if state.budget == 0:  # the cut was made; what it stopped is in this interval's figures yet
         return ServingDecision(
             shut, verdict, f"{figures}: cut before, {view.samples} samples of ours ran", inputs
         )
-    again = now - standing.held_until < rules.forgive_s
-    hold_s = min(rules.hold_most_s, standing.hold_s * 2) if again else rules.hold_s
-    ceiling = max(1, math.floor(standing.budget * rules.ceiling_cut))
-    shut = replace(shut, ceiling=min(standing.ceiling, ceiling), held_until=now + hold_s, hold_s=hold_s)
-    reason = f"{figures}: the budget is cut from {standing.budget} to 0 for {hold_s:g} s at least"
+    again = now - state.held_until < rules.forgive_s
+    hold_s = min(rules.hold_most_s, state.hold_s * 2) if again else rules.hold_s
+    ceiling = max(1, math.floor(state.budget * rules.ceiling_cut))
+    shut = replace(shut, ceiling=min(state.ceiling, ceiling), held_until=now + hold_s, hold_s=hold_s)
+    reason = f"{figures}: the budget is cut from {state.budget} to 0 for {hold_s:g} s at least"
     return ServingDecision(shut, verdict, reason, inputs)
 
 
 def _with_slack(
-    standing: Standing,
+    state: ServingState,
     view: ServiceView,
     rules: ServingRules,
     now: float,
@@ -285,51 +283,51 @@ def _with_slack(
     figures: str,
     inputs: Mapping[str, float],
 ) -> ServingDecision:
-    if least < rules.margin and standing.budget and now - standing.eased_at >= rules.ease_every_s:
-        eased = replace(standing, budget=standing.budget // 2, steady_at=None, eased_at=now)
-        reason = f"{figures}: slack {least:.2f} of the margin {rules.margin:g}, {eased.budget} samples in place of {standing.budget}"
+    if least < rules.margin and state.budget and now - state.eased_at >= rules.ease_every_s:
+        eased = replace(state, budget=state.budget // 2, steady_at=None, eased_at=now)
+        reason = f"{figures}: slack {least:.2f} of the margin {rules.margin:g}, {eased.budget} samples in place of {state.budget}"
         return ServingDecision(eased, Verdict.EASED, reason, inputs)
     if least < rules.margin + rules.raise_slack:
         reason = f"{figures}: slack {least:.2f} is too little to raise by"
-        return ServingDecision(replace(standing, steady_at=None), Verdict.KEPT, reason, inputs)
-    steady_at = now if standing.steady_at is None else standing.steady_at
-    standing = replace(standing, steady_at=steady_at)
-    if now < standing.held_until:
-        reason = f"{figures}: held at 0 for {standing.held_until - now:.1f} s more"
-        return ServingDecision(standing, Verdict.HELD, reason, inputs)
+        return ServingDecision(replace(state, steady_at=None), Verdict.KEPT, reason, inputs)
+    steady_at = now if state.steady_at is None else state.steady_at
+    state = replace(state, steady_at=steady_at)
+    if now < state.held_until:
+        reason = f"{figures}: held at 0 for {state.held_until - now:.1f} s more"
+        return ServingDecision(state, Verdict.HELD, reason, inputs)
     if now - steady_at < rules.steady_s:
         reason = (
             f"{figures}: slack for {now - steady_at:.1f} s of the {rules.steady_s:g} s that are asked for"
         )
-        return ServingDecision(standing, Verdict.STEADYING, reason, inputs)
+        return ServingDecision(state, Verdict.STEADYING, reason, inputs)
     if view.waiting > 0:
-        return ServingDecision(standing, Verdict.STEADYING, f"{figures}: a request waits", inputs)
-    if now - standing.raised_at < rules.raise_every_s:
-        reason = f"{figures}: raised {now - standing.raised_at:.1f} s ago"
-        return ServingDecision(standing, Verdict.STEADYING, reason, inputs)
-    standing = _probed(standing, rules, now)
-    budget = min(standing.budget + rules.raise_step, standing.ceiling)
-    if budget <= standing.budget:
-        reason = f"{figures}: {standing.budget} samples, the most of {rules.most} that has not been too much"
-        return ServingDecision(standing, Verdict.FULL, reason, inputs)
-    raised = replace(standing, budget=budget, raised_at=now)
-    reason = f"{figures}: slack {least:.2f}, the budget grows from {standing.budget} to {budget}"
+        return ServingDecision(state, Verdict.STEADYING, f"{figures}: a request waits", inputs)
+    if now - state.raised_at < rules.raise_every_s:
+        reason = f"{figures}: raised {now - state.raised_at:.1f} s ago"
+        return ServingDecision(state, Verdict.STEADYING, reason, inputs)
+    state = _probed(state, rules, now)
+    budget = min(state.budget + rules.raise_step, state.ceiling)
+    if budget <= state.budget:
+        reason = f"{figures}: {state.budget} samples, the most of {rules.most} that has not been too much"
+        return ServingDecision(state, Verdict.FULL, reason, inputs)
+    raised = replace(state, budget=budget, raised_at=now)
+    reason = f"{figures}: slack {least:.2f}, the budget grows from {state.budget} to {budget}"
     return ServingDecision(raised, Verdict.RAISED, reason, inputs)
 
 
-def _probed(standing: Standing, rules: ServingRules, now: float) -> Standing:
+def _probed(state: ServingState, rules: ServingRules, now: float) -> ServingState:
     """The ceiling a step higher, once it has been reached and held for `probe_s`."""
-    if standing.budget < standing.ceiling or standing.ceiling >= rules.most:
-        return replace(standing, ceiling_at=None)
-    if standing.ceiling_at is None:
-        return replace(standing, ceiling_at=now)
-    if now - standing.ceiling_at < rules.probe_s:
-        return standing
-    return replace(standing, ceiling=min(rules.most, standing.ceiling + rules.raise_step), ceiling_at=None)
+    if state.budget < state.ceiling or state.ceiling >= rules.most:
+        return replace(state, ceiling_at=None)
+    if state.ceiling_at is None:
+        return replace(state, ceiling_at=now)
+    if now - state.ceiling_at < rules.probe_s:
+        return state
+    return replace(state, ceiling=min(rules.most, state.ceiling + rules.raise_step), ceiling_at=None)
 
 
 def _inputs(
-    standing: Standing, view: ServiceView, prefill: float | None, decode: float | None, waited_s: float
+    state: ServingState, view: ServiceView, prefill: float | None, decode: float | None, waited_s: float
 ) -> dict[str, float]:
     known = {
         "ttft_p99_s": view.ttft_p99_s,
@@ -345,8 +343,8 @@ def _inputs(
         "running": float(view.running),
         "samples": float(view.samples),
         "waited_s": waited_s,
-        "budget_before": float(standing.budget),
-        "ceiling_before": float(standing.ceiling),
+        "budget_before": float(state.budget),
+        "ceiling_before": float(state.ceiling),
     }
 
 

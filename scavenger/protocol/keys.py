@@ -404,7 +404,7 @@ def _write_new(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException:  # Ctrl-C too: half a key would stay
         path.unlink(missing_ok=True)
         raise
 

@@ -16,7 +16,7 @@ from scavenger.policy.serving import (
     ServiceView,
     ServingDecision,
     ServingRules,
-    Standing,
+    ServingState,
     Verdict,
     begin,
     decide,
@@ -55,14 +55,14 @@ class Service:
 
     def __init__(self, rules: ServingRules = RULES) -> None:
         self.rules, self.now = rules, 0.0
-        self.standing: Standing = begin(rules, 0.0)
+        self.state: ServingState = begin(rules, 0.0)
 
     def ask(self, seen: ServiceView | None) -> ServingDecision:
         self.now += 1.0
         if seen is not None:
-            seen = replace(seen, samples=self.standing.budget)
-        decision = decide(self.standing, seen, OBJECTIVE, self.rules, self.now)
-        self.standing = decision.standing
+            seen = replace(seen, samples=self.state.budget)
+        decision = decide(self.state, seen, OBJECTIVE, self.rules, self.now)
+        self.state = decision.state
         return decision
 
     def quiet(self, seconds: int) -> ServingDecision:
@@ -131,11 +131,11 @@ def test_what_raises_it_and_what_lowers_it_are_apart() -> None:
 def test_a_burst_and_a_slow_service_cut_it_at_once(seen: ServiceView, verdict: Verdict) -> None:
     service = Service()
     service.quiet(9)
-    assert service.standing.budget == 12
+    assert service.state.budget == 12
     cut = service.ask(seen)
     assert (cut.budget, cut.verdict) == (0, verdict)
     assert "cut from 12 to 0 for 5 s at least" in cut.reason
-    assert cut.standing.ceiling == 6
+    assert cut.state.ceiling == 6
 
 
 def test_requests_that_nobody_begins_are_late_before_any_latency_is_counted() -> None:
@@ -150,18 +150,18 @@ def test_requests_that_nobody_begins_are_late_before_any_latency_is_counted() ->
 def test_cuts_soon_after_each_other_are_held_twice_as_long_each_and_later_ones_are_not() -> None:
     service, holds = Service(), []
     for _ in range(5):
-        service.quiet(int(service.standing.hold_s) + 10)
-        holds.append(service.ask(view(waiting=9)).standing.hold_s)
+        service.quiet(int(service.state.hold_s) + 10)
+        holds.append(service.ask(view(waiting=9)).state.hold_s)
     assert holds == [5.0, 10.0, 20.0, 40.0, 40.0]
     service.quiet(120)
-    assert service.ask(view(waiting=9)).standing.hold_s == 5.0
+    assert service.ask(view(waiting=9)).state.hold_s == 5.0
 
 
 def test_the_ceiling_is_probed_upward_only_where_it_was_reached_and_held() -> None:
     service = Service()
     service.quiet(9)
     service.ask(view(waiting=9))
-    assert service.standing.ceiling == 6
+    assert service.state.ceiling == 6
     seen = [service.ask(view()).budget for _ in range(20)]
     # Held for 5 s, then by steps to the ceiling; from there a step each 4 s.
     assert seen == [0, 0, 0, 0, 2, 4, 6, 6, 6, 6, 6, 8, 8, 8, 8, 8, 10, 10, 10, 10]
@@ -170,30 +170,30 @@ def test_the_ceiling_is_probed_upward_only_where_it_was_reached_and_held() -> No
 def test_a_service_that_is_slow_without_us_blames_nobody() -> None:
     service = Service()
     service.quiet(9)
-    before = replace(service.standing, budget=0)
+    before = replace(service.state, budget=0)
     late = decide(before, view(5.0, 1.0, waiting=50, samples=0), OBJECTIVE, RULES, service.now + 1)
     assert late.verdict is Verdict.SLOW_ALONE
     assert late.budget == 0
-    assert (late.standing.ceiling, late.standing.hold_s, late.standing.held_until) == (
+    assert (late.state.ceiling, late.state.hold_s, late.state.held_until) == (
         before.ceiling,
         before.hold_s,
         before.held_until,
     )
     # Nor one that might have generated and did not.
-    idle = decide(service.standing, view(5.0, samples=0), OBJECTIVE, RULES, service.now + 1)
+    idle = decide(service.state, view(5.0, samples=0), OBJECTIVE, RULES, service.now + 1)
     assert idle.verdict is Verdict.SLOW_ALONE
     assert idle.budget == 0
-    assert idle.standing.ceiling == service.standing.ceiling
+    assert idle.state.ceiling == service.state.ceiling
 
 
 def test_what_a_cut_left_in_the_window_is_not_a_second_cut() -> None:
     service = Service()
     service.quiet(9)
     first = service.ask(view(0.6))
-    again = decide(first.standing, view(0.6, samples=12), OBJECTIVE, RULES, service.now + 1)
+    again = decide(first.state, view(0.6, samples=12), OBJECTIVE, RULES, service.now + 1)
     assert again.verdict is Verdict.SLOW
     assert "cut before" in again.reason
-    assert replace(again.standing, read_at=0.0) == replace(first.standing, read_at=0.0)
+    assert replace(again.state, read_at=0.0) == replace(first.state, read_at=0.0)
 
 
 def test_a_service_that_cannot_be_read_is_given_nothing_after_a_while() -> None:
@@ -217,22 +217,22 @@ readings = st.lists(st.tuples(st.one_of(st.none(), views, st.just(view())), st.f
 def test_in_any_order_of_readings_it_admits_into_slack_only(
     given_readings: list[tuple[ServiceView | None, float]],
 ) -> None:
-    now, standing = 0.0, begin(RULES, 0.0)
+    now, state = 0.0, begin(RULES, 0.0)
     for seen, seconds in given_readings:
         now += seconds
-        seen = None if seen is None else replace(seen, samples=standing.budget)
-        before = standing
+        seen = None if seen is None else replace(seen, samples=state.budget)
+        before = state
         decision = decide(before, seen, OBJECTIVE, RULES, now)
-        standing = decision.standing
-        assert 0 <= standing.budget <= standing.ceiling <= RULES.most
-        assert RULES.hold_s <= standing.hold_s <= RULES.hold_most_s
+        state = decision.state
+        assert 0 <= state.budget <= state.ceiling <= RULES.most
+        assert RULES.hold_s <= state.hold_s <= RULES.hold_most_s
         assert decision.reason
         assert all(not math.isnan(value) for value in decision.inputs.values())
         if decision.verdict in CUTS:
-            assert standing.budget == 0
-        if standing.budget > before.budget:
+            assert state.budget == 0
+        if state.budget > before.budget:
             assert decision.verdict is Verdict.RAISED
-            assert standing.budget - before.budget <= RULES.raise_step
+            assert state.budget - before.budget <= RULES.raise_step
             assert seen is not None
             assert seen.waiting == 0
             assert (
@@ -245,10 +245,10 @@ def test_in_any_order_of_readings_it_admits_into_slack_only(
         if seen is not None and (
             min(s for s in slacks(seen, OBJECTIVE) if s is not None) <= 0 or seen.waiting >= 3
         ):
-            assert standing.budget == 0
+            assert state.budget == 0
         if seen is not None and not seen.samples:
-            assert standing.ceiling >= before.ceiling
-            assert standing.held_until == before.held_until
+            assert state.ceiling >= before.ceiling
+            assert state.held_until == before.held_until
 
 
 @settings(max_examples=30, deadline=None)
@@ -257,12 +257,12 @@ def test_with_slack_again_it_opens_within_a_bounded_time(
     given_readings: list[tuple[ServiceView | None, float]],
 ) -> None:
     """After anything whatsoever: the longest hold, the time of steady slack, and two readings."""
-    now, standing = 0.0, begin(RULES, 0.0)
+    now, state = 0.0, begin(RULES, 0.0)
     for seen, seconds in given_readings:
         now += seconds
-        standing = decide(standing, seen, OBJECTIVE, RULES, now).standing
+        state = decide(state, seen, OBJECTIVE, RULES, now).state
     opened = now + RULES.hold_most_s + RULES.steady_s + 2
-    while standing.budget == 0 and now < opened:
+    while state.budget == 0 and now < opened:
         now += 1.0
-        standing = decide(standing, view(), OBJECTIVE, RULES, now).standing
-    assert standing.budget > 0
+        state = decide(state, view(), OBJECTIVE, RULES, now).state
+    assert state.budget > 0

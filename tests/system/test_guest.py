@@ -55,20 +55,22 @@ def holds(site: DemoSite) -> int:
     return int(rows[0][0]) if rows else 0
 
 
+@contextmanager
+def training_alone(folder: Path, model: Path) -> Iterator[tuple[DemoSite, int]]:
+    """A site that harvests nothing, and its training job, whose reserved engine gives its samples away as soon as another one is there."""
+    options = SiteOptions("local", folder, demo_layout(grace_s=0.5), poll_interval_s=0.2, max_engines=0)
+    with DemoSite(options) as site:
+        run = play.write_run(
+            site, model, run={"steps": 80}, engine={"max_batch": 8, "pace": 3.0}, reserved={"window": 0.0}
+        )
+        yield site, play.submit(site, run)
+
+
 def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_service(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5), poll_interval_s=0.2, max_engines=0)
     log = tmp_path / "guest.out"
-    with DemoSite(options) as site, service() as beside:
-        run = play.write_run(
-            site,
-            small_model,
-            run={"steps": 80},
-            engine={"max_batch": 8, "pace": 3.0},
-            reserved={"window": 0.0},
-        )
-        training = play.submit(site, run)
+    with training_alone(tmp_path, small_model) as (site, training), service() as beside:
         with hosted(site, beside, log) as process:
             play.wait_for(
                 "the guest to hold samples with tokens", lambda: play.busy(site) and holds(site) <= 4
@@ -110,17 +112,8 @@ def _cut(log: Path) -> bool:
 def test_a_guest_that_is_killed_takes_its_engine_along_and_nothing_else(
     tmp_path: Path, small_model: Path
 ) -> None:
-    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5), poll_interval_s=0.2, max_engines=0)
     log = tmp_path / "guest.out"
-    with DemoSite(options) as site, service() as beside:
-        run = play.write_run(
-            site,
-            small_model,
-            run={"steps": 80},
-            engine={"max_batch": 8, "pace": 3.0},
-            reserved={"window": 0.0},
-        )
-        training = play.submit(site, run)
+    with training_alone(tmp_path, small_model) as (site, training), service() as beside:
         with hosted(site, beside, log) as process:
             play.wait_for("the guest to hold samples", lambda: holds(site) > 0)
             process.send_signal(signal.SIGKILL)

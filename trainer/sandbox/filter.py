@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
     ),
 }
 #: By architecture: calls whose arguments are looked at.
-LOOKED_AT: dict[str, dict[str, int]] = {
+CHECKED_ARGUMENTS: dict[str, dict[str, int]] = {
     "x86_64": {"mmap": 9, "socket": 41, "socketpair": 53},
     "aarch64": {"mmap": 222, "socket": 198, "socketpair": 199},
 }
@@ -94,7 +94,7 @@ _NEXT = ""
 def program(machine: str) -> bytes:
     """`machine`: as `os.uname().machine`. Raises `KeyError` for one without a table."""
     audit, refused = REFUSED[machine]
-    looked_at = LOOKED_AT[machine]
+    checked = CHECKED_ARGUMENTS[machine]
     # (what, number, where to if so, where to if not); a place's name stands alone.
     code: list[str | tuple[int, int, str, str]] = [
         (_LOAD, _ARCHITECTURE, _NEXT, _NEXT),
@@ -102,9 +102,9 @@ def program(machine: str) -> bytes:
         (_LOAD, _NUMBER, _NEXT, _NEXT),
         (_AT_LEAST, X32, "unknown", _NEXT),
         *((_EQUAL, number, "unknown", _NEXT) for number in sorted(refused.values())),
-        (_EQUAL, looked_at["mmap"], "memory", _NEXT),
-        (_EQUAL, looked_at["socket"], "socket", _NEXT),
-        (_EQUAL, looked_at["socketpair"], "socket", "allow"),
+        (_EQUAL, checked["mmap"], "memory", _NEXT),
+        (_EQUAL, checked["socket"], "socket", _NEXT),
+        (_EQUAL, checked["socketpair"], "socket", "allow"),
         "memory",
         (_LOAD, argument(3), _NEXT, _NEXT),
         (_AND, MAP_SHARED | MAP_ANONYMOUS, _NEXT, _NEXT),

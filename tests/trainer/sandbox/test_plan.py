@@ -121,7 +121,7 @@ def verdict(machine: str, audit: int, number: int, *arguments: int) -> int:
 def test_the_filter_refuses_what_its_table_names_and_nothing_else(machine: str) -> None:
     audit, refused = seccomp.REFUSED[machine]
     numbers = set(refused.values())
-    sockets = {seccomp.LOOKED_AT[machine][name] for name in ("socket", "socketpair")}
+    sockets = {seccomp.CHECKED_ARGUMENTS[machine][name] for name in ("socket", "socketpair")}
     for number in range(600):
         wanted = seccomp.ENOSYS if number in numbers else seccomp.ALLOW
         assert verdict(machine, audit, number, int(number in sockets)) == wanted, number
@@ -134,7 +134,7 @@ def test_the_filter_refuses_shared_memory_without_a_file_and_sockets_past_the_bo
     machine: str,
 ) -> None:
     audit, _ = seccomp.REFUSED[machine]
-    numbers = seccomp.LOOKED_AT[machine]
+    numbers = seccomp.CHECKED_ARGUMENTS[machine]
     shared, private, validate, anonymous, fixed = 0x01, 0x02, 0x03, 0x20, 0x10
     for flags in (
         shared | anonymous,
