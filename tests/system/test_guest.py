@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -76,8 +77,8 @@ def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_ser
                 "the guest to hold samples with tokens", lambda: play.busy(site) and holds(site) <= 4
             )
 
-            beside.wait(9)
-            play.wait_for("the guest to give all samples back", lambda: _cut(log) and holds(site) == 0)
+            cuts = _burst(site, beside, log)
+            play.wait_for("the guest to give all samples back", lambda: holds(site) == 0)
             step = play.steps_done(site)
             play.wait_for("the run to go on without it", lambda: play.steps_done(site) > step)
             assert holds(site) == 0
@@ -95,7 +96,7 @@ def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_ser
         report = said(log)[-1]["report"]
         assert report["tokens"] > 0
         assert report["sample_s"] > 0
-        assert report["cuts"] == 1
+        assert report["cuts"] == cuts
         assert report["kills"] == 0
         assert report["free_s"] < 5
         play.wait_for("the guest to be gone", lambda: not play.workers(site))
@@ -104,9 +105,29 @@ def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_ser
         assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
 
-def _cut(log: Path) -> bool:
-    """By the first line of the burst: samples of the guest ran, so that it was not the service alone."""
-    return any(line.get("verdict") == "burst" and "is cut from" in line["reason"] for line in said(log))
+def _burst(site: DemoSite, beside: MockService, log: Path) -> int:
+    """Let requests wait until the guest is cut with samples of its own running. Returns its cuts.
+
+    The guest knows its engine's samples by the engine's last word, which may be older than the ledger that this test reads. A burst that
+    comes in between meets, by all that the guest knows, a service that is slow alone: then there is another one.
+    """
+    while True:
+        before = len(_zeros(log))
+        beside.wait(9)
+        last = play.wait_for("the guest to be cut", lambda known=before: _zeros(log)[known:])[-1]
+        if "is cut from" in last["reason"]:
+            return before + 1
+        assert last["verdict"] == "slow-alone"
+        beside.wait(0)
+        play.wait_for("the guest to hold samples with tokens again", lambda: play.busy(site))
+
+
+def _zeros(log: Path) -> list[dict[str, Any]]:
+    """The first line of each time that the budget was 0 after it had been above."""
+    budgets = [line for line in said(log) if "budget" in line]
+    return [
+        line for before, line in itertools.pairwise(budgets) if before["budget"] > 0 and line["budget"] == 0
+    ]
 
 
 def test_a_guest_that_is_killed_takes_its_engine_along_and_nothing_else(
