@@ -1,7 +1,7 @@
 """The releases of Slurm that are not installed here, each in a root file system of the Debian that has it (`scripts/slurm-matrix`).
 
 The cluster contract, doctor on a healthy site, harvesting, accounting, and a whole run that loses engines in three ways; with `long` also
-the quickstart as a newcomer types it.
+all that depends on Slurm, and the quickstart as a newcomer types it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,17 @@ def test_another_release_of_slurm_passes(
     release: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     log = played(release, tmp_path, "--gate")
+    record_property("told", log.splitlines()[0].rpartition("; ")[0])
+    assert re.search(r"^=* ?\d+ passed", log, re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("release", [release for name, release in RELEASES.items() if name != codename()])
+def test_all_that_depends_on_slurm_passes_on_another_release(
+    release: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    log = played(release, tmp_path)
     record_property("told", log.splitlines()[0].rpartition("; ")[0])
     assert re.search(r"^=* ?\d+ passed", log, re.MULTILINE)
 

@@ -38,7 +38,8 @@ ON_TWO = (
     "tensor-2-lora",
     "tensor-2-experts",
 )
-ON_FOUR = (
+ON_FOUR = ("replicas-2-context-2-lora", "tensor-2-context-2")
+ON_FOUR_LONG = (
     "replicas-2",
     "replicas-4",
     "context-2",
@@ -46,15 +47,17 @@ ON_FOUR = (
     "replicas-2-context-2",
     "replicas-2-reference",
     "replicas-2-lora",
-    "replicas-2-context-2-lora",
     "replicas-2-context-2-experts",
     "tensor-2",
     "tensor-2-replicas-2",
-    "tensor-2-context-2",
     "tensor-2-lora",
     "tensor-2-experts",
 )
-DIVIDED = [(kind, 2) for kind in ON_TWO] + [(kind, 4) for kind in ON_FOUR]
+DIVIDED = [
+    *(pytest.param(kind, 2) for kind in ON_TWO),
+    *(pytest.param(kind, 4) for kind in ON_FOUR),
+    *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ON_FOUR_LONG),
+]
 
 
 #: Four heads that share two of keys and values; of the first, a layer sees six tokens back, and widths are no multiples of four.
@@ -105,8 +108,9 @@ class Steps:
     def of(self, kind: str, ranks: int) -> Path:
         folder = self.out / f"{kind}-{ranks}"
         if not folder.exists():
-            kinds = (*ON_TWO, LOST) if ranks == 2 else ON_FOUR
-            launch(self.out, ranks, [f"{one}={self.model(one)}" for one in kinds])
+            on_four = ON_FOUR if kind in ON_FOUR else ON_FOUR_LONG
+            together = (*ON_TWO, LOST) if ranks == 2 else on_four
+            launch(self.out, ranks, [f"{one}={self.model(one)}" for one in together])
         return folder
 
     def of_one(self, kind: str) -> Path:
@@ -179,7 +183,7 @@ def test_engines_pull_the_weights_of_one_rank(steps: Steps, kind: str, ranks: in
     assert found(steps.of(kind, ranks))["sources"] == shards
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [one for one in DIVIDED if one[0].endswith("lora")])
+@pytest.mark.parametrize(("kind", "ranks"), [one for one in DIVIDED if str(one.values[0]).endswith("lora")])
 def test_merged_weights_are_stated_as_an_engine_makes_them_of_what_it_pulls(
     steps: Steps, kind: str, ranks: int
 ) -> None:
