@@ -41,10 +41,10 @@ def guest() -> Talk:
     return t
 
 
-def awake(room: int) -> Talk:
+def awake(lease_limit: int) -> Talk:
     """A guest with weights, whose host lets it have so many leases."""
     t = guest()
-    t.do(Bounded(room))
+    t.do(Bounded(lease_limit))
     t.joined()
     return t
 
@@ -57,7 +57,7 @@ def test_before_its_host_says_a_number_it_takes_nothing_and_its_engine_sleeps() 
     t = guest()
     (hello,) = sent(t.do(Connected()))
     assert isinstance(hello, wire.WorkerHello)
-    assert hello.room == 0
+    assert hello.lease_limit == 0
     assert [type(a) for a in t.hear(WELCOME)[1:]] == [Build, SleepEngine]
     t.hear(wire.UseWeights(7, b"", ()))
     t.do(Loaded(7, b"root", 0.1, 0.1))
@@ -68,7 +68,7 @@ def test_one_without_a_host_says_no_number() -> None:
     t = Talk()
     (hello,) = sent(t.do(Connected()))
     assert isinstance(hello, wire.WorkerHello)
-    assert hello.room is None
+    assert hello.lease_limit is None
 
 
 def test_it_takes_as_many_as_its_host_lets_it_and_gives_the_others_back_untouched() -> None:
@@ -94,7 +94,7 @@ def test_with_less_room_the_shortest_go_back_with_all_their_tokens_and_the_daemo
     ]
     assert [len(a.handles) for a in of(Abort, actions)] == [2]
     assert not of(SleepEngine, actions)
-    assert [m.room for m in sent(actions) if isinstance(m, wire.Heartbeat)] == [1], (
+    assert [m.lease_limit for m in sent(actions) if isinstance(m, wire.Heartbeat)] == [1], (
         "not only with the next beat"
     )
     assert sent(t.do(Bounded(1))) == [], "the same number again is no news"
@@ -149,7 +149,7 @@ def test_a_worker_whose_host_ends_or_writes_nonsense_leaves(
         try:
             async with asyncio.timeout(60):
                 hello = await daemon.expect(wire.WorkerHello)
-                assert (hello.kind, hello.room) == ("harvested", 0)
+                assert (hello.kind, hello.lease_limit) == ("harvested", 0)
                 process.stdin.write(b"4\n")
                 while json.loads(await process.stdout.readline())["heard"] != 1:
                     pass

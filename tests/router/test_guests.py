@@ -1,4 +1,4 @@
-"""Engines that are bounded by their host: the router leases them no more than that, and counts one without room for nothing."""
+"""Engines that are bounded by their host: the router leases them no more than that, and counts one that has none for nothing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ from tests.router.test_agreement import EVERY, sums
 W1, W2 = 50, 51
 
 
-def beat(bench: Bench, conn: int, held: list[Lease], room: int | None) -> None:
+def beat(bench: Bench, conn: int, held: list[Lease], lease_limit: int | None) -> None:
     bench.say(
         conn,
         Heartbeat(
-            tuple(Held(one.sample_id, one.epoch, len(one.accepted) // 4) for one in held), 1, 1, room=room
+            tuple(Held(one.sample_id, one.epoch, len(one.accepted) // 4) for one in held),
+            1,
+            1,
+            lease_limit=lease_limit,
         ),
     )
 
@@ -52,10 +55,10 @@ def sizes(bench: Bench) -> tuple[int, int, int]:
 
 def test_a_guest_is_leased_no_more_than_its_host_lets_it_have() -> None:
     bench = started(n=6)
-    bench.hello(W1, room=0)
+    bench.hello(W1, lease_limit=0)
     bench.tick(2.0)
     assert bench.leases(W1) == []
-    bench.say(W1, Heartbeat((), 1, -1, room=2))
+    bench.say(W1, Heartbeat((), 1, -1, lease_limit=2))
     bench.say(W1, WeightsLoaded(1, root(1)))
     found = bench.leases(W1)
     assert len(found) == 2
@@ -69,7 +72,7 @@ def test_a_guest_is_bounded_in_what_policies_see_and_are_told_and_no_other_engin
     told: list[Fact] = []
     run = bench.router.core.runs["r"]
     run.policy.observe = lambda fact, now: told.append(fact)  # type: ignore[method-assign]
-    bench.join(W1, room=1)
+    bench.join(W1, lease_limit=1)
     bench.join(W2)
     guest(bench, 52)
     assert sizes(bench) == (1, 0, 0)
@@ -94,7 +97,7 @@ def test_a_guest_is_bounded_in_what_policies_see_and_are_told_and_no_other_engin
 
 def test_what_a_guest_gives_back_goes_to_another_engine_with_its_tokens_and_never_back_to_it() -> None:
     bench = started(n=2)
-    bench.join(W1, room=2)
+    bench.join(W1, lease_limit=2)
     held = bench.router.core.samples
     (first, second) = sorted(held.values(), key=lambda sample: sample.id)
     lease = Lease(first.id, first.epoch, 1, b"", b"", first.group.sampling, 0, None)  # type: ignore[arg-type]
@@ -114,8 +117,8 @@ def test_what_a_guest_gives_back_goes_to_another_engine_with_its_tokens_and_neve
 
 def test_a_guest_that_sleeps_says_so_again_when_it_registers_again() -> None:
     bench = started(n=2)
-    bench.join(W1, room=2)
-    bench.router.core.workers[1].engine.room = 1
+    bench.join(W1, lease_limit=2)
+    bench.router.core.workers[1].engine.lease_limit = 1
     beat(bench, W1, [], 0)
     assert bench.router.core.workers[1].most_leases == 0
     assert not servable(bench.router.core.workers[1], 1)
@@ -129,12 +132,12 @@ def test_a_guest_that_sleeps_says_so_again_when_it_registers_again() -> None:
 GUEST = "guest-chat"
 
 
-def guest(bench: Bench, conn: int, *, session: str = "", key: str = "key", room: int = 1) -> None:
+def guest(bench: Bench, conn: int, *, session: str = "", key: str = "key", lease_limit: int = 1) -> None:
     """A worker of the guest's key `key` registers, and loads what it is asked to."""
     who = PeerIdentity("worker", key, "r", GUEST)
     session = session or f"s{conn}"
     message = WorkerHello(
-        PROTOCOL, "harvested", "r", session, 0, 0, "service-node", 1, "vllm", "0", 1, room=room
+        PROTOCOL, "harvested", "r", session, 0, 0, "service-node", 1, "vllm", "0", 1, lease_limit=lease_limit
     )
     bench.handle(HelloReceived(conn, who, message))
     if bench.router.core.by_conn.get(conn) is not None:
@@ -170,7 +173,7 @@ def test_a_guest_that_fails_every_sample_poisons_none_and_is_refused_after_three
 
 def test_a_guest_whose_engine_dies_charges_no_sample_and_may_come_back() -> None:
     bench = started(n=MOST_FAILURES, poison_after=1)
-    guest(bench, W1, room=MOST_FAILURES)
+    guest(bench, W1, lease_limit=MOST_FAILURES)
     assert len(bench.leases(W1)) == MOST_FAILURES
     bench.say(W1, Goodbye("out of memory", False, failed=True))
     assert {sample.failures for sample in bench.router.core.samples.values()} == {0}
@@ -218,7 +221,7 @@ def test_a_guest_that_is_set_aside_for_wrong_numbers_stays_out_until_its_key_is_
 
 def test_of_one_key_the_first_process_stays_and_the_second_waits_until_it_is_gone() -> None:
     bench = started(n=2)
-    guest(bench, W1, room=2)
+    guest(bench, W1, lease_limit=2)
     held = bench.leases(W1)
     guest(bench, W2)
     ((why, retry),) = refused(bench, W2)
@@ -236,15 +239,15 @@ def test_of_one_key_the_first_process_stays_and_the_second_waits_until_it_is_gon
 # ---------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("room", [0, 1])
-def test_a_guest_that_joins_loads_once_its_host_leaves_it_something(room: int) -> None:
+@pytest.mark.parametrize("lease_limit", [0, 1])
+def test_a_guest_that_joins_loads_once_its_host_leaves_it_something(lease_limit: int) -> None:
     bench = started(n=2)
-    bench.hello(W1, room=room)
+    bench.hello(W1, lease_limit=lease_limit)
     bench.tick(2.0)
-    assert len(bench.take(W1, UseWeights)) == room
-    bench.say(W1, Heartbeat((), 1, -1, room=1))
+    assert len(bench.take(W1, UseWeights)) == lease_limit
+    bench.say(W1, Heartbeat((), 1, -1, lease_limit=1))
     bench.tick(0.5)
-    assert len(bench.take(W1, UseWeights)) == 1 - room
+    assert len(bench.take(W1, UseWeights)) == 1 - lease_limit
 
 
 def test_nobody_is_sent_to_a_guest_for_weights_nor_waits_for_it_on_its_node() -> None:

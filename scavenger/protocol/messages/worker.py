@@ -111,10 +111,10 @@ class WorkerHello(Message, frozen=True):
     cache_tokens: Count = 0  # as in `WeightsLoaded`, once the engine is built
     best_batch: Count = 0
     loaded_merged: Digest = b""  # as in `WeightsLoaded`, of `loaded_version`
-    memory: Memory = "awake"  # these three, and `room`, as in `Heartbeat`
+    memory: Memory = "awake"  # these three, and `lease_limit`, as in `Heartbeat`
     memory_order: Count = 0
     bytes_held: Nbytes = 0
-    room: Count | None = None
+    lease_limit: Count | None = None
 
 
 class Chunks(Message, frozen=True):
@@ -132,8 +132,8 @@ class Heartbeat(Message, frozen=True):
     `bytes_held`: of that memory, as its engine said last. `weights_pause_s`: between the last token under one version and the first under
     the next, last time; 0 = there was none yet. `ahead`: the version of the last `PullAhead` that reached it since it last loaded one, if
     that is here or on its way; -1: none, or its pull failed. `drafted`, `accepted`, `verifications`: of its engine's speculation so far, as
-    in `events.Speculated`. `room`: leases that it takes at most, of a worker that is bounded by what its host leaves it; more are given
-    back. None: not bounded.
+    in `events.Speculated`. `lease_limit`: leases that it takes at most, of a worker that is bounded by its host; more are given back.
+    None: not bounded.
     """
 
     held: tuple[Held, ...]
@@ -150,7 +150,7 @@ class Heartbeat(Message, frozen=True):
     drafted: Total = 0
     accepted: Total = 0
     verifications: Total = 0
-    room: Count | None = None
+    lease_limit: Count | None = None
 
 
 class WeightsLoaded(Message, frozen=True):

@@ -106,7 +106,7 @@ class Session:
         new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
     ) -> None:
         self.phase = WorkerPhase.CONNECTING
-        self.work = Work(limits.message_tokens, now, new_buffer, room=0 if identity.guest else None)
+        self.work = Work(limits.message_tokens, now, new_buffer, lease_limit=0 if identity.guest else None)
         self.progress = 0  # decode iterations of the engine, for heartbeats
         self.speculated = NOT_SPECULATED  # as the engine says, for heartbeats too
         self._identity = identity
@@ -197,7 +197,7 @@ class Session:
             memory=self.work.memory,
             memory_order=self.work.memory_order,
             bytes_held=self.work.bytes_held,
-            room=self.work.room,
+            lease_limit=self.work.lease_limit,
         )
         return [SendMessage(hello)]
 
@@ -247,7 +247,7 @@ class Session:
             return [note, *void, *self._farewell()]
         if first:
             self._spec = welcome.engine
-            asleep = self.work.bound(0, now, built=True) if self.work.room == 0 else []
+            asleep = self.work.bound(0, now, built=True) if self.work.lease_limit == 0 else []
             return [note, Build(welcome.engine), *asleep]
         return [note, *void, *self.work.resume()]
 
@@ -336,7 +336,7 @@ class Session:
 
     def _bounded(self, event: Bounded, now: float) -> list[WorkerAction]:
         """The daemon is told of another number at once, and not only with the next heartbeat. Its host repeats one to hear what runs."""
-        news = event.leases != self.work.room
+        news = event.leases != self.work.lease_limit
         actions = self.work.bound(event.leases, now, built=self._spec is not None)
         if news and self.phase is WorkerPhase.JOINED:
             self._heartbeat_at = now

@@ -314,7 +314,7 @@ class Work:
         message_tokens: int,
         now: float,
         new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
-        room: int | None = None,
+        lease_limit: int | None = None,
     ) -> None:
         self.leases = LeaseTable(new_buffer)
         self.loaded_version = -1
@@ -333,7 +333,7 @@ class Work:
         self._engine_order = (
             0  # of the last Sleep or Wake that the engine was given; its older answers are ignored
         )
-        self.room = room  # leases that its host lets it have; None: it has no such host
+        self.lease_limit = lease_limit  # leases that its host lets it have; None: it has no such host
         self._terms: messages.Welcome | None = None
         self._message_tokens = message_tokens
         self._acked_at = now
@@ -423,7 +423,7 @@ class Work:
             speculated.drafted,
             speculated.accepted,
             speculated.verifications,
-            self.room,
+            self.lease_limit,
         )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
@@ -525,8 +525,8 @@ class Work:
     def assign(self, message: messages.Assign, now: float) -> list[WorkerAction]:
         if self.closed:
             return []  # not held: the goodbye, and every heartbeat, says so
-        if self.room is not None:
-            return self._assigned_within(self.room, message.leases, now)
+        if self.lease_limit is not None:
+            return self._assigned_within(self.lease_limit, message.leases, now)
         if self.memory in (
             "falling-asleep",
             "asleep",
@@ -534,13 +534,15 @@ class Work:
             return [LogNote("asleep", f"{len(message.leases)} leases came to an engine that sleeps")]
         return [action for lease in message.leases for action in self._assigned(lease, now)]
 
-    def _assigned_within(self, room: int, leases: Sequence[messages.Lease], now: float) -> list[WorkerAction]:
+    def _assigned_within(
+        self, lease_limit: int, leases: Sequence[messages.Lease], now: float
+    ) -> list[WorkerAction]:
         """What does not fit any more goes back untouched: the daemon assigned it before it knew."""
         actions: list[WorkerAction] = []
         back = []
         for lease in leases:
             known = self.leases.find(lease.sample_id, lease.epoch) is not None
-            if known or len(self.leases.running()) + len(self._waiting) < room:
+            if known or len(self.leases.running()) + len(self._waiting) < lease_limit:
                 actions += self._assigned(lease, now)
             else:
                 back.append(messages.Held(lease.sample_id, lease.epoch, len(lease.accepted) // 4))
@@ -719,26 +721,26 @@ class Work:
         self.memory, self._engine_order = "waking", message.order
         return [WakeEngine(message.order)]
 
-    def bound(self, room: int, now: float, *, built: bool) -> list[WorkerAction]:
+    def bound(self, lease_limit: int, now: float, *, built: bool) -> list[WorkerAction]:
         """So many leases at most from now on. Those beyond go back with their tokens, the shortest first: they cost least to prefill
         again. With none the engine gives its memory back; with some it takes it again. `built`: there is an engine.
         """
-        self.room = room
-        actions = self._yield_beyond(room, now)
+        self.lease_limit = lease_limit
+        actions = self._yield_beyond(lease_limit, now)
         if not built:
             return actions
-        if room == 0 and self.memory in ("awake", "waking"):
+        if lease_limit == 0 and self.memory in ("awake", "waking"):
             self.memory, self._engine_order = "falling-asleep", self._engine_order - 1
             self._token_at = self._paused_at = None
             actions.append(SleepEngine(self._engine_order))
-        elif room > 0 and self.memory in ("falling-asleep", "asleep"):
+        elif lease_limit > 0 and self.memory in ("falling-asleep", "asleep"):
             self.memory, self._engine_order = "waking", self._engine_order - 1
             actions.append(WakeEngine(self._engine_order))
         return actions
 
-    def _yield_beyond(self, room: int, now: float) -> list[WorkerAction]:
+    def _yield_beyond(self, lease_limit: int, now: float) -> list[WorkerAction]:
         running = sorted(self.leases.running(), key=lambda held: (held.length, held.lease.sample_id))
-        over = len(running) + len(self._waiting) - room
+        over = len(running) + len(self._waiting) - lease_limit
         if over <= 0:
             return []
         waiting, self._waiting = self._waiting[:over], self._waiting[over:]

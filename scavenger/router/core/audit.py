@@ -131,7 +131,7 @@ def _check_run(core: Core, run: ActiveRun) -> None:
         idle = (
             worker.conn is not None
             and not worker.leases
-            and worker.engine.room != 0  # without, it is asked for nothing
+            and worker.engine.lease_limit != 0  # without, it is asked for nothing
             and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)
         )
         if idle and not worker.weights.failures and run.weights.available(wanted):

@@ -51,7 +51,7 @@ def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> 
     worker = _join(core, conn, identity, hello, run) if worker is None else _back(core, conn, worker)
     core.by_conn[conn] = worker
     worker.engine.cache_tokens, worker.engine.best_batch = hello.cache_tokens, hello.best_batch
-    workers.bounded(worker, hello.room)
+    workers.bounded(worker, hello.lease_limit)
     if hello.loaded_version >= 0 and not worker.weights.loads:
         worker.weights.loads = 1  # before the daemon restarted: the next one is no start
     worker.engine.moved_at, worker.attempt = core.now, run.attempt

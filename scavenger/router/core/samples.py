@@ -45,7 +45,7 @@ def servable(worker: Worker, version: int) -> bool:
         and not worker.suspect
         and worker.weights.loaded == version
         and worker.weights.asked == version
-        and worker.engine.room != 0  # its host leaves it nothing: it sleeps
+        and worker.engine.lease_limit != 0  # its host leaves it nothing: it sleeps
     )
 
 

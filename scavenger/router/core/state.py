@@ -749,7 +749,9 @@ class EngineMetrics:
     moved_at: float = 0.0  # when it was last seen to do anything, Unix seconds
     cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown
     best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
-    room: int | None = None  # leases that its host lets it have, by its own word; None: it is not bounded
+    lease_limit: int | None = (
+        None  # leases that its host lets it have, by its own word; None: it is not bounded
+    )
     entered: int = 0  # tokens that went into its KV cache, by what it was leased and generated
     speculated: Speculated | None = (
         NOT_SPECULATED  # in its last heartbeat; None: it is of before this daemon began
@@ -815,13 +817,13 @@ class Worker:
     @property
     def bounded(self) -> bool:
         """Whether it lives beside a service that may take its memory at any moment, by its key or by its own word."""
-        return self.engine.room is not None or self.process.intent_id.startswith(GUEST_INTENT)
+        return self.engine.lease_limit is not None or self.process.intent_id.startswith(GUEST_INTENT)
 
     @property
     def most_leases(self) -> int:
         """That it may hold: what its run's engines take, and no more than its host leaves it."""
         most = self.run.engine.max_batch
-        return most if self.engine.room is None else min(most, self.engine.room)
+        return most if self.engine.lease_limit is None else min(most, self.engine.lease_limit)
 
     @property
     def cache_era(self) -> tuple[int, int]:

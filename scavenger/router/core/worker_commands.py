@@ -216,7 +216,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY):
         return
     if worker.leases:
-        if worker.engine.room != 0:
+        if worker.engine.lease_limit != 0:
             _pull_ahead(core, worker)
         return
     worker.weights.switches = False  # nothing is left to give back
@@ -235,7 +235,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
         return
     if not worker.run.weights.available(wanted) or worker.weights.asked == wanted:
         return
-    if worker.engine.room == 0:
+    if worker.engine.lease_limit == 0:
         return  # bytes and hashing are the service's now; it is asked once its host leaves it something again
     if worker.weights.failures and core.now - worker.weights.asked_at < RETRY_LOAD_S:
         return
@@ -319,7 +319,7 @@ def more_holders(core: Core, worker: Worker) -> None:
         or worker.status is not WorkerStatus.LOADING
         or worker.weights.asked == worker.weights.loaded
         or worker.conn is None
-        or worker.engine.room == 0
+        or worker.engine.lease_limit == 0
     ):
         return
     if (

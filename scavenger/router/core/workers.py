@@ -139,7 +139,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
         worker.memory.wake_s = wake_s
         worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
-    bounded(worker, beat.room)
+    bounded(worker, beat.lease_limit)
     worker.weights.pause_s = min(beat.weights_pause_s, MOST_REPORTED_S)
     _count_speculated(worker, beat)
     _ask_again(core, worker)
@@ -162,11 +162,11 @@ def _count_speculated(worker: Worker, beat: Heartbeat) -> None:
     )
 
 
-def bounded(worker: Worker, room: int | None) -> None:
+def bounded(worker: Worker, lease_limit: int | None) -> None:
     """Its host lets it have so many leases from now on. What it has beyond that it gives back itself."""
-    if room == worker.engine.room:
+    if lease_limit == worker.engine.lease_limit:
         return
-    worker.engine.room, worker.cached_slots = room, None
+    worker.engine.lease_limit, worker.cached_slots = lease_limit, None
     due = worker.run.due
     due.samples = due.recount = due.fleet = True
     due.changed_workers.append(worker)
