@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import signal
@@ -112,22 +113,23 @@ def _burst(site: DemoSite, beside: MockService, log: Path) -> int:
     comes in between meets, by all that the guest knows, a service that is slow alone: then there is another one.
     """
     while True:
-        before = len(_zeros(log))
+        cuts = len(_zeros(log)) + 1
         beside.wait(9)
-        last = play.wait_for("the guest to be cut", lambda known=before: _zeros(log)[known:])[-1]
+        last = play.wait_for("the guest to be cut", functools.partial(_zeros, log, cuts))[-1]
         if "is cut from" in last["reason"]:
-            return before + 1
+            return cuts
         assert last["verdict"] == "slow-alone"
         beside.wait(0)
         play.wait_for("the guest to hold samples with tokens again", lambda: play.busy(site))
 
 
-def _zeros(log: Path) -> list[dict[str, Any]]:
-    """The first line of each time that the budget was 0 after it had been above."""
+def _zeros(log: Path, at_least: int = 0) -> list[dict[str, Any]]:
+    """The first line of each time that the budget was 0 after it had been above; none where these are fewer than `at_least`."""
     budgets = [line for line in said(log) if "budget" in line]
-    return [
+    found = [
         line for before, line in itertools.pairwise(budgets) if before["budget"] > 0 and line["budget"] == 0
     ]
+    return found if len(found) >= at_least else []
 
 
 def test_a_guest_that_is_killed_takes_its_engine_along_and_nothing_else(
