@@ -125,6 +125,9 @@ def test_a_replayed_group_is_trained_with_its_own_advantages_and_corrected_for_i
         [said] = second.decisions
         assert said.taken == second.metrics["groups_replayed"] == 2
         assert said.inputs["max_age"] == said.inputs["oldest"] == 1.0
+        assert second.metrics["staleness_mean"] == second.metrics["staleness_max"] == 1.0
+        tokens = sum(len(sample.tokens) // 4 for group in run.by_step[2] for sample in group.samples)
+        assert second.metrics["tokens_trained"] > tokens, "the replayed ones are trained beside its own"
         own = {outcome.sample_id for outcome in second.outcomes}
         replayed = [group for group in run.by_step[1] if group.group_id in said.groups]
         assert len(replayed) == 2

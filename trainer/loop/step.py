@@ -161,6 +161,15 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A group that a step trained, as a later one would train it again. `versions`: of its samples, as in `DoneSample`."""
+
+    kept: KeptGroup
+    group: ScoredGroup
+    versions: tuple[tuple[int, int, int], ...]
+
+
 @dataclass(slots=True)
 class _Aside:
     """What a step did about engines that were found wrong: how many there were; rows that were trained again, because the gradients held
@@ -237,9 +246,7 @@ class Stepper:
         self._safe_point = safe_point
         self._has_reserved = config.reserved.workers > 0
         self._trained_of: Counter[int] = Counter()  # worker -> samples of whole steps with tokens of it
-        self._kept: dict[
-            int, tuple[KeptGroup, ScoredGroup]
-        ] = {}  # by group: what a later step may train again
+        self._kept: dict[int, _Kept] = {}  # by group: what a later step may train again
         self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
         self._training_state_released = False  # engines were woken since training state was last asked back
@@ -678,7 +685,7 @@ class Stepper:
         if not limit:
             return []
         chosen = replay.choose(
-            [kept for kept, _ in self._kept.values()],
+            [one.kept for one in self._kept.values()],
             work.step,
             limit=limit,
             max_age=most,
@@ -687,9 +694,11 @@ class Stepper:
         started = time.monotonic()
         ages: list[int] = []
         for group_id in chosen.taken:
-            kept, group = self._kept.pop(group_id)
-            ages.append(kept.age(work.step))
+            one = self._kept.pop(group_id)
+            group = one.group
+            ages.append(one.kept.age(work.step))
             work.replayed.append(group)
+            work.sources.add_ages(one.versions, work.step)
             seed, updates = self._config.run.seed, self._config.algorithm.updates_per_step
             work.mini_batch[group.prompt_index] = mini_batch_alone(
                 seed, work.step, group.prompt_index, updates
@@ -708,16 +717,17 @@ class Stepper:
             return
         for group in ordered:
             samples = work.judged[group.group_id].group.samples
-            published = [step for sample in samples for _, step, _ in sample.versions]
-            if not group.rows or not published:
+            versions = tuple(span for sample in samples for span in sample.versions)
+            if not group.rows or not versions:
                 continue
             workers = frozenset(worker for sample in samples for worker, _ in sample.spans)
             signal = math.fsum(abs(row.advantage) for row in group.rows) / len(group.rows)
-            kept = KeptGroup(group.group_id, work.step, min(published), signal, workers)
+            oldest = min(step for _, step, _ in versions)
+            kept = KeptGroup(group.group_id, work.step, oldest, signal, workers)
             again = replace(group, outcomes=(), rewards=(), lengths=(), parts=())
-            self._kept[group.group_id] = (kept, again)
+            self._kept[group.group_id] = _Kept(kept, again, versions)
         left = replay.worth_keeping(
-            [kept for kept, _ in self._kept.values()], work.step + 1, limit=limit, max_age=most
+            [one.kept for one in self._kept.values()], work.step + 1, limit=limit, max_age=most
         )
         self._kept = {kept.group_id: self._kept[kept.group_id] for kept in left}
 
