@@ -2,10 +2,12 @@
 
     python -m benchmarks.staleness --traces DIR [--ks 0,1,2,4,8] [--seeds 2] [--hours 0.75] [--cells ...] [--jobs 1]
         [--on-new-version switch] [--kv recompute] [--reward-s 0]
+    python -m benchmarks.staleness --traces DIR --speculation checked,text,seer [--seeds 2] [--hours 0.75]
 
 Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
 of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
-ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. Below
+ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. With
+`--speculation` k = 0 with `engine.speculation = "group"` over k = 0 without, and Seer's scheduler (`baselines.seer`) beside it. Below
 each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
 """
 
@@ -14,19 +16,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.baselines import asynchronous, asynchronous_run
+from benchmarks.baselines import asynchronous, asynchronous_run, seer
 from benchmarks.baselines.asynchronous import Rule
+from benchmarks.live_setting import LiveSetting, live_scenario
 from benchmarks.many import each, median
-from benchmarks.policies_cells import SETTINGS, fleet_of
+from benchmarks.policies_cells import HEARTBEAT_S, MODELS, SETTINGS, fleet_of
 from benchmarks.policies_table import Unit
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.speculation import CURVES
 
 #: (segment, model, most engines): each kind of trace, each model, few and many engines.
 CELLS = {
@@ -42,6 +46,12 @@ AHEAD = 4
 #: prime-rl has no rule for its pool: the best of these, in batches.
 POOLS = (1, 2, 4)
 GOAL, FLOOR = 1.3, 0.98
+#: With speculation, of cells with two engines or more; no cell may be below `FLOOR`. Live it is for engines of one GPU, which hold
+#: these models.
+SPECULATION_GOAL = 1.15
+SPECULATION_CELLS = ("earth-volatile 8B, 4", "spot-volatile 8B, 1", "spot-busy 14B, 2")
+SEER = "Seer, synchronous"
+CHUNKS = (2048, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class Play:
     on_new_version: str
     kv: str
     reward_s: float
+    engine_gpus: int = 0  # of each engine; 0: the live setting's
+    speculation: str = ""  # a curve's name; "": `engine.speculation = "none"`
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,13 @@ class Found:
 def scenario_of(play: Play) -> Scenario:
     segment, model, engines = CELLS[play.cell]
     unit = Unit(segment, model, engines, play.seed)
-    cell = SETTINGS["live"](unit, fleet_of(Path(play.traces), segment, play.seed))
+    fleet = fleet_of(Path(play.traces), segment, play.seed)
+    if play.engine_gpus:
+        setting = LiveSetting(model, MODELS[model], play.engine_gpus)
+        cell = live_scenario(setting.plan(engines), unit, fleet, HEARTBEAT_S)
+    else:
+        cell = SETTINGS["live"](unit, fleet)
+    cell = cell.speculating(CURVES[play.speculation] if play.speculation else None)
     return replace(
         cell,
         horizon_s=min(cell.horizon_s, play.hours * 3600.0),
@@ -104,6 +122,10 @@ def others_of(
 ) -> dict[str, tuple[float, int, float, int]]:
     lives = asynchronous_run.lives_of(out.engines)
     found = {}
+    if scenario.harvested.acceptance is not None:
+        plays = [asynchronous_run.synchronous(scenario, seer.Seer(chunk), lives) for chunk in CHUNKS]
+        one = max(plays, key=lambda played: played.tokens_per_s(since))
+        return {SEER: (one.tokens_per_s(since), one.thrown, 0.0, 0)}
     for name, some in rules(scenario.prompts).items():
         tried = [asynchronous_run.best(scenario, rule, lives, since) for rule in some]
         one = max(tried, key=lambda played: played.tokens_per_s(since))
@@ -136,7 +158,7 @@ def played(play: Play) -> Found:
         out.preemptions,
         scenario.prompts * scenario.samples * len(out.steps) - sum(step.samples for step in out.steps),
         out.prefilled / max(1, out.tokens),
-        others_of(scenario, out, since) if not play.k else {},
+        others_of(scenario, out, since) if not play.k and (play.speculation or not play.engine_gpus) else {},
     )
 
 
@@ -206,6 +228,36 @@ def table(ks: Sequence[int], found: dict[Play, Found]) -> list[str]:
     return lines
 
 
+def speculation_table(names: Sequence[str], found: dict[Play, Found]) -> list[str]:
+    """k = 0 with speculation over k = 0 without, in the same setting and seed, and Seer's scheduler with the same drafts beside it."""
+    lines = [
+        "| cell | acceptance | with / without | ours / Seer | tokens/s | step s | generating | waiting | training |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    short = []
+    for cell in dict.fromkeys(play.cell for play in found):
+        base = {play.seed: one for play, one in found.items() if (play.cell, play.speculation) == (cell, "")}
+        for name in ("", *names):
+            mine = {
+                play.seed: one for play, one in found.items() if (play.cell, play.speculation) == (cell, name)
+            }
+            ratios = [mine[seed].tokens_per_s / base[seed].tokens_per_s for seed in sorted(mine)]
+            beside = [mine[seed].tokens_per_s / mine[seed].others[SEER][0] for seed in sorted(mine) if name]
+            parts = " | ".join(
+                f"{median([getattr(one, part) for one in mine.values()]):,.0f}"
+                for part in ("tokens_per_s", "step_s", "seed_s", "wait_s", "train_s")
+            )
+            lines.append(
+                f"| {cell} | {name or 'none'} | {spread(ratios)} | {spread(beside) if beside else ''} | {parts} |"
+            )
+            wanted = SPECULATION_GOAL if CELLS[cell][2] > 1 else FLOOR
+            if name and median(ratios) < wanted:
+                short.append(f"- {cell}, {name}: {median(ratios):.2f}, wanted {wanted}")
+            if name and min(ratios) < FLOOR:
+                short.append(f"- {cell}, {name}: a seed at {min(ratios):.2f}, below {FLOOR}")
+    return [*lines, "", *(short or ["Every cell meets its goals."])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -218,8 +270,26 @@ def main() -> None:
     parser.add_argument("--on-new-version", default="switch", choices=("switch", "finish"))
     parser.add_argument("--kv", default="recompute", choices=("recompute", "keep"), help="where k is above 0")
     parser.add_argument("--reward-s", type=float, default=0.0)
+    parser.add_argument(
+        "--speculation",
+        default="",
+        help=f"instead of --ks: k = 0 with each of these acceptance curves ({','.join(CURVES)}) over k = 0 without, engines of one GPU",
+    )
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
+    names = [name for name in args.speculation.split(",") if name]
+    if unknown := set(names) - CURVES.keys():
+        parser.error(f"--speculation: {sorted(unknown)}; there are {', '.join(CURVES)}")
+    if names:
+        cells = args.cells.split(";") if args.cells != ";".join(CELLS) else SPECULATION_CELLS
+        speculated = [
+            Play(cell, 0, seed, args.hours, args.traces, "switch", "recompute", args.reward_s, 1, name)
+            for seed in range(args.seeds)
+            for cell in cells
+            for name in ("", *names)
+        ]
+        table_of(speculated, args.jobs, lambda found: speculation_table(names, found))
+        return
     ks = sorted({0, *(int(k) for k in args.ks.split(","))})
     plays = [
         Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.kv, args.reward_s)
@@ -227,11 +297,21 @@ def main() -> None:
         for cell in args.cells.split(";")
         for k in ks
     ]
+    table_of(
+        plays,
+        args.jobs,
+        lambda found: [*table(ks, found), "", *(missed(ks, found) or ["Every cell meets its goals."])],
+    )
+
+
+def table_of(plays: Sequence[Play], jobs: int, lines: Callable[[dict[Play, Found]], list[str]]) -> None:
     found = {}
-    for play, one in each(played, plays, args.jobs):
+    for play, one in each(played, plays, jobs):
         found[play] = one
-        print(f"{play.cell} k={play.k} seed {play.seed}: {one}", file=sys.stderr, flush=True)
-    print("\n".join([*table(ks, found), "", *(missed(ks, found) or ["Every cell meets its goals."])]))
+        print(
+            f"{play.cell} k={play.k} {play.speculation} seed {play.seed}: {one}", file=sys.stderr, flush=True
+        )
+    print("\n".join(lines(found)))
 
 
 if __name__ == "__main__":

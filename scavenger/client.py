@@ -301,6 +301,7 @@ class Client(Connection):
             config.algorithm.max_off_policy_steps,
             config.algorithm.on_new_version,
             config.algorithm.kv == "keep",
+            config.data.curriculum_solved_at if config.data.has_curriculum else None,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)
@@ -350,6 +351,7 @@ class Run:
         self.next_version = 1
         self.ledger = ""
         self.versions: tuple[tuple[int, int, bytes], ...] = ()
+        self.pass_rates: tuple[tuple[int, int, int, int], ...] = ()  # as in `RunOpened`
         self.fleet = messages.Fleet(0, 0, 0, 0, 0)
         self._arrived: list[messages.GroupDone] = []
         #: Group id -> (purpose, step), of groups received and not committed.
@@ -366,6 +368,7 @@ class Run:
     def opened(self, answer: messages.RunOpened) -> None:
         self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
         self.next_version, self.versions, self.ledger = answer.next_version, answer.versions, answer.ledger
+        self.pass_rates = answer.pass_rates
         self._alive.attempt = answer.attempt
 
     # ---------------------------------------------------------------- what a trainer does
@@ -479,11 +482,16 @@ class Run:
         metrics: dict[str, float],
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None:
         """Record that the step was taken with exactly these samples, or episodes, which end. Every sample of the step's groups needs an
-        outcome.
+        outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's `decisions`.
         """
-        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics, tuple(episodes)))
+        self.call(
+            messages.CommitStep(
+                step, version, purpose, tuple(outcomes), metrics, tuple(episodes), tuple(decisions)
+            )
+        )
         over = (purpose, step)
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}

@@ -80,6 +80,7 @@ PURE = (
     "scavenger/protocol/train_step.py",
     "scavenger/protocol/worker/*.py",
     "scavenger/policy/**/*.py",
+    "scavenger/ledger/data_decisions.py",
     "scavenger/ledger/redaction.py",
     "scavenger/ledger/retention.py",
     "scavenger/ledger/records.py",
@@ -122,6 +123,10 @@ PURE = (
     "scavenger/top/recorded.py",
     "scavenger/top/text.py",
     "scavenger/top/view.py",
+    "trainer/data/curriculum.py",
+    "trainer/data/group_filter.py",
+    "trainer/data/mixture.py",
+    "trainer/data/replay.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {

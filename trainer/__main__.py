@@ -52,6 +52,7 @@ from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scorer, Scoring
 from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
+from trainer.data.group_filter import GroupFilter
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
 from trainer.episodes.opening import opened
@@ -300,6 +301,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             kept.write,
             episodes,
             [one.name for one in config.data.sets],
+            group_filter(config),
         )
         ending.listen(terminal=options.local)
         engines = of_job(os.environ)
@@ -342,6 +344,11 @@ def ended_line(signal_name: str, saved: Path | None) -> str:
     if saved is None:
         return "stopped by Ctrl-C before the first step was done: there is nothing to go on from"
     return f"stopped by Ctrl-C; saved as {saved}: the same command goes on from there"
+
+
+def group_filter(config: RunConfig) -> GroupFilter:
+    data = config.data
+    return GroupFilter(data.filter_min_spread, data.filter_mean_min, data.filter_mean_max)
 
 
 def _runner(reward: RewardSection) -> RewardPool:

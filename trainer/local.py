@@ -61,6 +61,7 @@ class Ledger(Protocol):
         outcomes: Sequence[messages.SampleOutcome],
         metrics: Mapping[str, float],
         purpose: str,
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None: ...
     def checkpointed(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
@@ -93,6 +94,7 @@ class Unrecorded:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: Mapping[str, float],
         purpose: str,
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None: ...
     def checkpointed(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
@@ -132,6 +134,7 @@ class LocalRun:
         self._ledger = ledger or Unrecorded()
         self.attempt, self.last_step, self.next_version = self._ledger.attempt, 0, self._ledger.next_version
         self.fleet = messages.Fleet(0, 1, 0, 0, 0)
+        self.pass_rates: tuple[tuple[int, int, int, int], ...] = ()  # no start reads the ledger of a try back
         self.reserved_order = 0
         self._source = source
         self._seed = seed
@@ -269,10 +272,11 @@ class LocalRun:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None:
         if purpose == "train":
             self.last_step = step
-        self._ledger.committed(step, version, outcomes, metrics, purpose)
+        self._ledger.committed(step, version, outcomes, metrics, purpose, decisions)
 
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None

@@ -49,8 +49,23 @@ class Queued(NamedTuple):
     began: int
 
 
+class Waiting(Protocol):
+    """A sample that waits for an engine: its place in its group, and how many tokens it has."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def generated(self) -> int: ...
+
+
 class Rule(Protocol):
-    """`prefills`: whether engines prefill what they hold again once they have new weights."""
+    """`prefills`: whether engines prefill what they hold again once they have new weights. `chunk_tokens`: after so many a sample goes
+    back to the queue, and goes on without a prefill; 0: it stays."""
+
+    @property
+    def chunk_tokens(self) -> int: ...
 
     @property
     def name(self) -> str: ...
@@ -60,6 +75,10 @@ class Rule(Protocol):
 
     def admit(self, counts: Counts) -> int:
         """How many groups may begin now."""
+
+    def pick(self, waiting: Sequence[Waiting], longest: Mapping[int, int]) -> int:
+        """An engine has a slot: the place of the sample that gets it. `longest`: of each group in flight, its longest
+        completion that ended."""
 
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         """There is a new version. `ages`: of each group in flight, and of each whole one after the first batch, the versions that came
@@ -81,6 +100,10 @@ class PrimeRL:
     max_async_level: int = 1
     name: str = "prime-rl"
     prefills: bool = False
+    chunk_tokens: int = 0
+
+    def pick(self, waiting: Sequence[Waiting], longest: Mapping[int, int]) -> int:
+        return 0
 
     def admit(self, counts: Counts) -> int:
         if counts.queued >= self.max_async_level * counts.batch:
@@ -108,6 +131,7 @@ class Verl:
     on_full: str = "wait"
     sync_steps: int = 1
     prefills: bool = True
+    chunk_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -115,6 +139,9 @@ class Verl:
 
     def max_required(self, batch: int) -> int:
         return int(batch * (self.staleness_threshold + 1) * self.sync_steps)
+
+    def pick(self, waiting: Sequence[Waiting], longest: Mapping[int, int]) -> int:
+        return 0
 
     def admit(self, counts: Counts) -> int:
         most = self.max_required(counts.batch)
@@ -140,6 +167,10 @@ class AReaL:
     max_concurrent: int
     name: str = "AReaL"
     prefills: bool = True
+    chunk_tokens: int = 0
+
+    def pick(self, waiting: Sequence[Waiting], longest: Mapping[int, int]) -> int:
+        return 0
 
     def admit(self, counts: Counts) -> int:
         staleness = (self.max_staleness + counts.version + 1) * counts.batch - (

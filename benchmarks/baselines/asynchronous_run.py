@@ -25,7 +25,7 @@ from benchmarks.baselines.asynchronous import Counts, Queued, Rule
 from benchmarks.baselines.registry import running_context
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.decode import SimulatedEngine, Stretch
+from scavenger.simulate.decode import DecodeCurve, SimulatedEngine, Stretch
 from scavenger.simulate.outcome import EngineOutcome
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
@@ -71,6 +71,8 @@ class Played:
 class _Sample:
     group: int
     length: int
+    index: int = 0
+    generated: int = 0  # in chunks that are done
     done: bool = False
 
 
@@ -86,9 +88,19 @@ class _Engine:
     ends: list[tuple[float, int, _Sample]] = field(default_factory=list)
     began: dict[int, float] = field(default_factory=dict)  # id of a sample's entry -> `steps` when it came
     turn: int = 0  # what was planned before is void
+    siblings: Callable[[int], int] = lambda group: (
+        0
+    )  # of a group, those that are done: what speculation drafts from
+    _curve: tuple[int, int, DecodeCurve] | None = None  # (turn, batch, curve) with speculation
 
     def _stretch(self) -> Stretch:
-        return Stretch(self.spec.curve(len(self.ends)), len(self.ends), self.context)
+        batch = len(self.ends)
+        if self.spec.acceptance is None:
+            return Stretch(self.spec.curve(batch), batch, self.context)
+        if self._curve is None or self._curve[:2] != (self.turn, batch):
+            known = sum(self.siblings(sample.group) for _, _, sample in self.ends) / batch
+            self._curve = (self.turn, batch, self.spec.token_curve(batch, self.context, known)[0])
+        return Stretch(self._curve[2], batch, self.context)
 
     def advance(self, now: float) -> None:
         if now > self.at and self.ends:
@@ -113,6 +125,7 @@ class _Play:
         self._engines: list[_Engine] = []
         self._waiting: deque[_Sample] = deque()
         self._groups: dict[int, list[_Sample]] = {}  # in flight
+        self._longest: dict[int, int] = {}  # of a group in flight: its longest completion that ended
         self._began: dict[int, int] = {}  # group -> the version with which it began
         self._queue: list[Queued] = []  # in the order in which they became whole
         self._whole_samples: dict[int, list[_Sample]] = {}  # of each queued group
@@ -146,7 +159,7 @@ class _Play:
         for _ in range(self._rule.admit(self._counts())):
             step, prompt = divmod(self._next, sc.prompts)
             lengths = sc.lengths.group(self._streams, step + 1, prompt, sc.samples)
-            samples = [_Sample(self._next, length) for length in lengths]
+            samples = [_Sample(self._next, length, index) for index, length in enumerate(lengths)]
             self._groups[self._next], self._began[self._next] = samples, self._version
             self._waiting.extend(samples)
             self._next += 1
@@ -159,22 +172,27 @@ class _Play:
             index, engine = min(enumerate(self._engines), key=lambda one: len(one[1].ends))
             if len(engine.ends) >= self._most:
                 break
-            sample = self._waiting.popleft()
+            at = self._rule.pick(self._waiting, self._longest)
+            sample = self._waiting[at]
+            del self._waiting[at]
             engine.advance(now)
             number = next(self._numbers)
             engine.began[number] = engine.steps
-            heapq.heappush(engine.ends, (engine.steps + sample.length, number, sample))
-            engine.context += self._sc.prompt_tokens
+            left = sample.length - sample.generated
+            chunk = min(left, self._rule.chunk_tokens or left)
+            heapq.heappush(engine.ends, (engine.steps + chunk, number, sample))
+            engine.context += self._sc.prompt_tokens + sample.generated
             came.setdefault(index, []).append(sample)
         for index, some in came.items():
             engine = self._engines[index]
-            engine.stall(engine.spec.prefill_many_s([(self._sc.prompt_tokens, 0)] * len(some)))
+            new = sum(not sample.generated for sample in some)
+            engine.stall(engine.spec.prefill_many_s([(self._sc.prompt_tokens, 0)] * new))
             self._plan(engine)
 
     # ---------------------------------------------------------------- engines
 
     def _joins(self, now: float, life: Life) -> None:
-        engine = _Engine(self._sc.harvested, self._most, now)
+        engine = _Engine(self._sc.harvested, self._most, now, siblings=self._done_of)
         self._engines.append(engine)
         self._at(life.end_s, lambda at: self._leaves(at, engine))
         self._place(now)
@@ -201,18 +219,28 @@ class _Play:
         engine.advance(now)
         while engine.ends and engine.ends[0][0] <= engine.steps + 1e-6:
             end, number, sample = heapq.heappop(engine.ends)
-            engine.context -= self._sc.prompt_tokens + end - engine.began.pop(number)
+            made = end - engine.began.pop(number)
+            engine.context -= self._sc.prompt_tokens + sample.generated + made
+            sample.generated += round(made)
+            if sample.generated < sample.length:
+                self._waiting.append(sample)
+                continue
             sample.done = True
+            self._longest[sample.group] = max(sample.length, self._longest.get(sample.group, 0))
             self._whole(sample.group)
         self._plan(engine)
         self._train(now)
         self._admit(now)
+
+    def _done_of(self, group: int) -> int:
+        return sum(sample.done for sample in self._groups[group])
 
     def _whole(self, group: int) -> None:
         if not all(sample.done for sample in self._groups[group]):
             return
         self._queue.append(Queued(group, self._began.pop(group)))
         self._whole_samples[group] = self._groups.pop(group)
+        self._longest.pop(group, None)
         self._accepted += 1
         for _ in range(self._rule.overflow(self._counts())):
             self._drop(self._queue[0])
@@ -279,6 +307,7 @@ class _Play:
 
     def _cancel(self, now: float, group: int) -> None:
         gone = self._groups.pop(group)
+        self._longest.pop(group, None)
         del self._began[group]
         self.thrown += len(gone)
         self._waiting = deque(sample for sample in self._waiting if sample.group != group)
@@ -286,8 +315,9 @@ class _Play:
             mine = [one for one in engine.ends if one[2].group == group]
             if mine:
                 engine.advance(now)
-                for _, number, _ in mine:
-                    engine.context -= self._sc.prompt_tokens + engine.steps - engine.began.pop(number)
+                for _, number, sample in mine:
+                    made = engine.steps - engine.began.pop(number)
+                    engine.context -= self._sc.prompt_tokens + sample.generated + made
                 engine.ends = [one for one in engine.ends if one[2].group != group]
                 heapq.heapify(engine.ends)
                 self._plan(engine)
@@ -310,6 +340,15 @@ def play(scenario: Scenario, rule: Rule, harvested: Sequence[Life], generating: 
     one = _Play(scenario, rule, lives, replace(scenario.trainer, ranks=ranks))
     one.run(end_s)
     return Played(tuple(one.steps), one.thrown, one.lost_tokens, generating)
+
+
+def synchronous(scenario: Scenario, rule: Rule, harvested: Sequence[Life]) -> Played:
+    """Of a rule under which nothing is generated while a step trains: all reserved GPUs generate, and then all train, at no cost."""
+    end_s = scenario.horizon_s
+    lives = [Life(0.0, end_s + 1.0)] * scenario.reserved_engines + list(harvested)
+    one = _Play(scenario, rule, lives, scenario.trainer)
+    one.run(end_s)
+    return Played(tuple(one.steps), one.thrown, one.lost_tokens, scenario.reserved_engines)
 
 
 def splits(scenario: Scenario) -> Iterator[int]:

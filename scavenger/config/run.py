@@ -141,6 +141,24 @@ class DataSection(Section):
     """Completions of each prompt: the size of a group."""
     seed: NonNegative = 0
     """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
+    filter_min_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Groups whose greatest and least reward differ by less than this are not trained, and count in no denominator
+    ([training.md](training.md#which-groups-and-prompts-are-trained)). 0: no bound."""
+    filter_mean_min: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Groups whose mean reward is below this are not trained, likewise. None: no bound."""
+    filter_mean_max: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Groups whose mean reward is above this are not trained, likewise. None: no bound."""
+    curriculum_min: Share | None = None
+    """Prompts whose measured pass rate is below this are passed over for `curriculum_rest` epochs. None: none is."""
+    curriculum_max: Share | None = None
+    """Prompts whose measured pass rate is above this are passed over for `curriculum_rest` epochs. None: none is."""
+    curriculum_solved_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Completions with this reward or more are passed. Their share of a group is its prompt's measured pass rate."""
+    curriculum_rest: Annotated[int, Field(gt=0, le=64)] = 1
+    """Epochs after the one in which its pass rate was measured that a prompt is passed over. Then it is measured anew."""
+    replay_groups: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Groups of earlier steps that each step trains once more, if their weights are at most `algorithm.max_off_policy_steps` older than
+    those that are trained. 0: none."""
     environment: str = ""
     """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
     plays each as an episode of one or more turns on this run's engines, and its rewards train it
@@ -218,6 +236,42 @@ class DataSection(Section):
                 'use "branch" or "fail"'
             )
         return self
+
+    @model_validator(mode="after")
+    def _chosen(self) -> DataSection:
+        for name, low, high in (
+            ("filter_mean", self.filter_mean_min, self.filter_mean_max),
+            ("curriculum", self.curriculum_min, self.curriculum_max),
+        ):
+            if low is not None and high is not None and low > high:
+                raise ValueError(
+                    f"{name}_min <= {name}_max must hold ({low:g}, {high:g}): else nothing is trained"
+                )
+        if self.has_curriculum and (self.environment or (self.task == "sort" and not self.sets)):
+            what = (
+                "an environment's tasks"
+                if self.environment
+                else 'task = "sort", whose prompts never come again'
+            )
+            raise ValueError(
+                f"curriculum_min and curriculum_max are of rows of files, not of {what}: leave them out"
+            )
+        if not self.has_curriculum and (
+            said := {"curriculum_solved_at", "curriculum_rest"} & self.model_fields_set
+        ):
+            stated = sorted(
+                key for key in said if getattr(self, key) != DataSection.model_fields[key].default
+            )
+            if stated:
+                raise ValueError(
+                    f"{stated[0]} is of a curriculum: set curriculum_min or curriculum_max, or leave it out"
+                )
+        return self
+
+    @property
+    def has_curriculum(self) -> bool:
+        """Whether prompts are chosen by their measured pass rates."""
+        return self.curriculum_min is not None or self.curriculum_max is not None
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
@@ -817,6 +871,8 @@ class RunConfig(Section):
                 "run.deterministic = true needs algorithm.max_off_policy_steps = 0: "
                 "after a restart samples come from newer weights than they would have without it"
             )
+        if self.data.replay_groups:
+            self._replays_groups()
         if not self.run.harvest and self.algorithm.max_off_policy_steps:
             raise ValueError(
                 "algorithm.max_off_policy_steps > 0 needs run.harvest = true: on the trainer's own GPUs no engine generates while it trains"
@@ -849,6 +905,17 @@ class RunConfig(Section):
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"
             )
         return self
+
+    def _replays_groups(self) -> None:
+        if not self.algorithm.max_off_policy_steps:
+            raise ValueError(
+                f"data.replay_groups = {self.data.replay_groups} needs algorithm.max_off_policy_steps of 1 or more: a group of an earlier "
+                "step is a step old at least"
+            )
+        if self.data.environment:
+            raise ValueError(
+                "data.replay_groups does not go with data.environment: episodes are trained once"
+            )
 
     def _spans_nodes(self) -> None:
         nodes, stages = self.run.nodes_per_engine, self.engine.vllm.get("pipeline_parallel_size", 1)

@@ -283,6 +283,7 @@ class Daemon:
             self._read_replay_groups,
             payloads,
             self._read_payloads,
+            self._read_pass_rates,
         )
         self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
         return server
@@ -501,6 +502,11 @@ class Daemon:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
         await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
+
+    async def _read_pass_rates(
+        self, run_id: int, until_step: int, solved_at: float
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        return await asyncio.to_thread(reader.pass_rates, self._engine, run_id, until_step, solved_at)
 
     async def _read_payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)

@@ -20,11 +20,11 @@ import msgspec
 
 from scavenger import __version__
 from scavenger.errors import LedgerError, LedgerRefused
-from scavenger.ledger import queries, redaction, store
+from scavenger.ledger import data_decisions, queries, redaction, store
 from scavenger.ledger import records as r
 from scavenger.ledger.read import reader
 from scavenger.ledger.write.writer import Writer
-from scavenger.protocol.messages import DoneSample, GroupSpec, SampleOutcome, token_count
+from scavenger.protocol.messages import DataDecision, DoneSample, GroupSpec, SampleOutcome, token_count
 from scavenger.toml import dumps
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -67,7 +67,7 @@ class LocalLedger:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Raises `LedgerError` where there can be none."""
-        self._folder, self._say, self._clock = folder, say, clock
+        self._folder, self._say, self._clock, self._name = folder, say, clock, run
         folder.mkdir(parents=True, exist_ok=True)
         url = _url(folder)
         store.upgrade(url)
@@ -206,8 +206,9 @@ class LocalLedger:
         outcomes: Sequence[SampleOutcome],
         metrics: Mapping[str, float],
         purpose: str,
+        decisions: Sequence[DataDecision] = (),
     ) -> None:
-        """A step with its samples' ends, durable when this returns."""
+        """A step with its samples' ends and what was decided about its data, durable when this returns."""
         at = self._clock()
         ends: list[r.Record] = [
             r.SampleEnded(
@@ -230,7 +231,12 @@ class LocalLedger:
                     self._finished.pop(created.first_sample_id + place, None)
         text = msgspec.json.encode(redaction.metrics(metrics)).decode()
         self._write(
-            [*ends, r.StepCommitted(self._run, step, purpose, self.attempt, version, text, at)], wait=True
+            [
+                *ends,
+                r.StepCommitted(self._run, step, purpose, self.attempt, version, text, at),
+                *(data_decisions.row(self._name, step, one, at) for one in decisions),
+            ],
+            wait=True,
         )
 
     def checkpointed(

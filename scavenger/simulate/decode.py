@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from scavenger.errors import ConfigError
+from scavenger.simulate.speculation import NO_DRAFT, AcceptanceCurve, Draft, choose
 
 BF16_BYTES = 2
 
@@ -114,6 +115,7 @@ class DecodeCurve:
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
     """One engine: a model on `gpus` GPUs (tensor parallel). `resident_bytes`: a GPU's memory that others hold (training state).
+    `acceptance`: it speculates (`engine.speculation = "group"`), with this truth; None: it does not.
 
     `kv_capacity`: tokens of KV that fit beside the weights. Counted in tokens, not in blocks: at most half a block a sequence too many.
     """
@@ -125,6 +127,7 @@ class SimulatedEngine:
     max_sequences: int = 256
     prefill_chunk: int = 8192
     resident_bytes: float = 0.0
+    acceptance: AcceptanceCurve | None = None
     kv_capacity: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +159,39 @@ class SimulatedEngine:
             memory_slope=model.kv_bytes_per_token / bandwidth,
             compute=2 * model.matmul_parameters * batch / flops,
             compute_slope=model.attention_flops_per_pair / flops,
+        )
+
+    def pass_curve(self, batch: int, draft: int) -> DecodeCurve:
+        """The same of a pass in which each sequence has `draft` drafted tokens verified: weights and KV are read once, 1 + `draft`
+        positions of each are computed."""
+        plain, positions = self.curve(batch), 1 + draft
+        return DecodeCurve(
+            overhead=self.efficiency.overhead_s + self.allreduce_s(batch * positions),
+            memory=plain.memory,
+            memory_slope=plain.memory_slope,
+            compute=plain.compute * positions,
+            compute_slope=plain.compute_slope * positions,
+        )
+
+    def token_curve(self, batch: int, context: float, siblings: float) -> tuple[DecodeCurve, Draft]:
+        """Seconds in which each of `batch` sequences gains a token, as `curve` without speculation, and the draft that the engine chooses
+        at `context` tokens in all. `siblings`: of a sequence, done on this engine, on average."""
+        if self.acceptance is None:
+            return self.curve(batch), NO_DRAFT
+        passes = [self.pass_curve(batch, draft) for draft in range(self.acceptance.draft + 1)]
+        chosen = choose(self.acceptance, siblings, batch, [one.at(context) for one in passes])
+        if not chosen.length:
+            return passes[0], chosen
+        one, each = passes[chosen.length], 1.0 / chosen.tokens
+        return (
+            DecodeCurve(
+                overhead=(one.overhead + batch * self.acceptance.row_s) * each,
+                memory=one.memory * each,
+                memory_slope=one.memory_slope * each,
+                compute=one.compute * each,
+                compute_slope=one.compute_slope * each,
+            ),
+            chosen,
         )
 
     def allreduce_s(self, tokens: int) -> float:

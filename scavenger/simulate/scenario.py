@@ -7,7 +7,7 @@ named streams, so policies that are compared meet the same lengths, the same fle
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from scavenger.errors import ConfigError
@@ -15,6 +15,7 @@ from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import Lengths
 from scavenger.simulate.presets import WARM_CACHE
+from scavenger.simulate.speculation import AcceptanceCurve
 from scavenger.simulate.startup import ColdStart, Deltas
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -82,6 +83,25 @@ class Scenario:
             if longest > spec.kv_capacity:
                 what = f"completions of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
                 raise ConfigError(what, _SHORTER)
+        curves = {self.reserved.acceptance, self.harvested.acceptance}
+        if len(curves) > 1:
+            raise ConfigError(
+                "reserved and harvested engines speculate otherwise",
+                "engine.speculation is the run's: give both one curve",
+            )
+        if curves != {None} and max(self.reserved.gpus, self.harvested.gpus) > 1:
+            raise ConfigError(
+                f"speculation on engines of {max(self.reserved.gpus, self.harvested.gpus)} GPUs",
+                "live, engine.speculation is for engines of one GPU: leave the acceptance curve out",
+            )
+
+    def speculating(self, curve: AcceptanceCurve | None) -> Scenario:
+        """The same with `engine.speculation = "group"`, and this truth of what siblings' drafts are worth; None: without."""
+        return replace(
+            self,
+            reserved=replace(self.reserved, acceptance=curve),
+            harvested=replace(self.harvested, acceptance=curve),
+        )
 
     @property
     def gpus_reserved(self) -> int:

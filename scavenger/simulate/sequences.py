@@ -23,6 +23,7 @@ import msgspec
 
 from scavenger.errors import EngineError
 from scavenger.simulate.decode import DecodeCurve, SimulatedEngine, Stretch
+from scavenger.simulate.speculation import NO_DRAFT
 
 # Kept free when something is admitted beside others, so that a preempted sequence does not come back at once (vLLM's watermark).
 WATERMARK = 0.01
@@ -90,6 +91,10 @@ class EngineBatch:
         self.spec = spec
         self._capacity = spec.kv_capacity
         self._curves: dict[int, DecodeCurve] = {}  # by batch: the same few come again and again
+        self._speculated: DecodeCurve | None = None  # of the batch as it is, where the engine speculates
+        self._said: Counter[int] = Counter()  # prompt -> its samples that ended here
+        self._draft = NO_DRAFT
+        self.passes = self.verified_tokens = 0.0  # with drafts, of a sample: how many, and what they made
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
         self.preemptions = 0
@@ -197,9 +202,18 @@ class EngineBatch:
 
     def _stretch(self) -> Stretch:
         size = len(self._running)
+        if self.spec.acceptance is not None:
+            if self._speculated is None:
+                self._speculated, self._draft = self.spec.token_curve(size, self._context, self._siblings())
+            return Stretch(self._speculated, size, self._context)
         if size not in self._curves:
             self._curves[size] = self.spec.curve(size)
         return Stretch(self._curves[size], size, self._context)
+
+    def _siblings(self) -> float:
+        """Of a running sample's siblings, how many ended here, on average."""
+        said = self._said
+        return sum(said[one.request.prompt] for one in self._running.values()) / max(1, len(self._running))
 
     def _stretch_s(self, steps: float) -> float:
         return self._stretch().seconds(steps) if self._running else math.inf
@@ -234,6 +248,9 @@ class EngineBatch:
 
     def _go_on(self, steps: float, now: float) -> None:
         """`steps` steps were done by `now`."""
+        if self._speculated is not None and self._draft.length:
+            self.verified_tokens += steps * len(self._running)
+            self.passes += steps * len(self._running) / self._draft.tokens
         self._step += steps
         self._context += steps * len(self._running)
         self._stored += steps * len(self._running)
@@ -292,6 +309,8 @@ class EngineBatch:
         self._due = None
         one = self._running.pop(key, None)
         if one is not None:
+            self._speculated = None
+            self._said[one.request.prompt] += whole and self.spec.acceptance is not None
             exact = self._step - one.joined_step
             tokens = one.request.target if whole else self._tokens_of(one, self._step)
             self.decoded_tokens += tokens - one.request.generated
@@ -348,6 +367,7 @@ class EngineBatch:
     def _join(self, now: float) -> None:
         self._since, self._joined_at, self._due = now, math.inf, None
         joined, self._joining = self._joining, []
+        self._speculated = None
         for request in joined:
             one = _Running(request, self._step, self._step + request.target - request.generated)
             self._running[request.key] = one

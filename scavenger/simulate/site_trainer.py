@@ -168,7 +168,14 @@ class SimTrainer:
         """Open the run, publish its first weights, and begin the first step."""
         sc, spec = self._scenario, self._scenario.reserved
         context = sc.prompt_tokens + sc.lengths.cap
-        engine = EngineSpec(spec.model.name, "{}", "bfloat16", sc.max_batch, context)
+        engine = EngineSpec(
+            spec.model.name,
+            "{}",
+            "bfloat16",
+            sc.max_batch,
+            context,
+            speculation="none" if spec.acceptance is None else "group",
+        )
         harvest = self._simulated_policy.harvest
         self._call(
             OpenRun(

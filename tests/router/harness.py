@@ -226,7 +226,11 @@ class Bench:
 
     def read(self) -> None:
         ask = self.reads.pop(0)
-        self.handle(HistoryRead(ask.run_id, ask.attempt, self.ledger.history(ask.run_id, ask.after_step)))
+        history = self.ledger.history(ask.run_id, ask.after_step)
+        rates = (
+            () if ask.solved_at is None else self.ledger.pass_rates(ask.run_id, ask.after_step, ask.solved_at)
+        )
+        self.handle(HistoryRead(ask.run_id, ask.attempt, history, rates))
 
     def restart(self) -> None:
         """The daemon dies; another starts from what was committed. Every connection is gone."""

@@ -333,6 +333,22 @@ class Ledger:
     def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return self._wanted(run_id, after_step)
 
+    def pass_rates(
+        self, run_id: int, until_step: int, solved_at: float
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        found: dict[tuple[int, int], list[float]] = {}
+        for row in self.samples.values():
+            made = self.groups[row.group_id]
+            mine = (made.run_id, made.purpose) == (run_id, "train") and made.step <= until_step
+            if row.reward is None or math.isnan(row.reward) or not mine:
+                continue
+            if row.state in ("consumed", "filtered", "masked"):
+                found.setdefault((-made.step, made.prompt_index), []).append(row.reward)
+        return tuple(
+            (-step, index, sum(one >= solved_at for one in of), len(of))
+            for (step, index), of in sorted(found.items())
+        )
+
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
         return {
             i: (r.tokens, r.logprobs, r.raw_logprobs, r.routing)
@@ -430,6 +446,11 @@ class StoredLedger(Ledger):
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return reader.replay_groups(self._engine, run_id, after_step)
+
+    def pass_rates(
+        self, run_id: int, until_step: int, solved_at: float
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        return reader.pass_rates(self._engine, run_id, until_step, solved_at)
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
         return reader.read_payloads(self._engine, sample_ids)

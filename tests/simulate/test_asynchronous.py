@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from benchmarks.baselines.asynchronous import AReaL, Counts, PrimeRL, Queued, Rule, Verl
-from benchmarks.baselines.asynchronous_run import Life, Played, best, lives_of, play, splits
+from benchmarks.baselines.asynchronous_run import Life, Played, best, lives_of, play, splits, synchronous
+from benchmarks.baselines.seer import Seer
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.decode import Stretch
 from scavenger.simulate.outcome import EngineOutcome
 from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.speculation import CHECKED
 from tests.simulate.test_driver import EQUAL, LENGTH
 
 ALWAYS = Life(0.0, math.inf)
@@ -143,3 +145,75 @@ def test_an_engine_generates_from_its_first_weights_to_its_end() -> None:
 
     engines = [one(60.0, 500.0, "preempted"), one(-1.0, 30.0, "preempted"), one(80.0, 900.0, "running")]
     assert lives_of(engines) == [Life(60.0, 500.0), Life(80.0, math.inf)]
+
+
+# ---------------------------------------------------------------- Seer
+
+
+@dataclass(frozen=True)
+class Queuing:
+    group: int
+    index: int
+    generated: int = 0
+
+
+def test_seer_sends_probes_first_and_then_the_longest_expected() -> None:
+    """arXiv 2511.14617, section 3.3: the first of each group, shortest first; then longest first, where a group without a completion counts
+    as the longest."""
+    rule = Seer()
+    waiting = [Queuing(2, 1), Queuing(3, 0, 4096), Queuing(5, 0, 2048), Queuing(1, 1)]
+    assert rule.pick(waiting, {}) == 2
+    rest = [Queuing(2, 1), Queuing(1, 3), Queuing(4, 2), Queuing(3, 1)]
+    assert rule.pick(rest, {1: 900, 2: 500, 3: 700, 4: 100}) == 1
+    assert rule.pick(rest, {1: 900, 2: 500, 3: 700}) == 2, "of group 4 nothing is known"
+
+
+def test_seer_begins_a_step_when_the_one_before_is_trained() -> None:
+    rule = Seer()
+    assert rule.admit(NONE) == 64
+    assert rule.admit(replace(NONE, running=64)) == 0
+    assert rule.admit(replace(NONE, running=1, accepted=63)) == 0
+    assert rule.admit(replace(NONE, accepted=64)) == 0, "it is trained now"
+    assert rule.admit(replace(NONE, version=1, accepted=64)) == 64
+
+
+def seer(scenario: Scenario, chunk: int, *lives: Life) -> Played:
+    one = replace(scenario, horizon_s=150.0, reserved_engines=0)
+    return synchronous(one, Seer(chunk), lives)
+
+
+def test_seer_s_step_is_generated_and_then_trained_whatever_its_chunks() -> None:
+    each = EQUAL.prompts * EQUAL.samples
+    for chunk in (10**6, LENGTH // 4):
+        found = seer(EQUAL, chunk, ALWAYS)
+        assert found.steps[0].end_s == pytest.approx(generate_s(EQUAL, each) + train_s(EQUAL), rel=1e-6)
+        assert {step.age_most for step in found.steps} == {0}
+        assert {step.tokens for step in found.steps} == {each * LENGTH}
+
+
+def test_a_lost_engine_costs_seer_a_chunk_and_a_new_one_takes_its_share_at_the_next() -> None:
+    whole = generate_s(EQUAL, EQUAL.prompts * EQUAL.samples)
+    half = [Life(0.0, 0.5 * whole), Life(0.5 * whole, math.inf)]
+    coarse, fine = (seer(EQUAL, chunk, *half) for chunk in (10**6, LENGTH // 16))
+    each = EQUAL.prompts * EQUAL.samples
+    assert 0.4 * each * LENGTH < coarse.lost_tokens
+    assert fine.lost_tokens <= each * LENGTH // 16
+    two = [ALWAYS, Life(0.25 * whole, math.inf)]
+    alone, divided = (seer(EQUAL, chunk, *two).steps[0].end_s for chunk in (10**6, LENGTH // 16))
+    assert divided < alone - 0.1 * whole, "samples move to the engine that came"
+
+
+def test_seer_s_drafts_come_from_all_siblings_that_are_done() -> None:
+    """Two groups of two, one sample at a time: the second of each group is drafted with one sibling done."""
+    scenario = replace(EQUAL, prompts=2, samples=2, max_batch=1)
+    drafted = replace(
+        scenario, harvested=replace(scenario.harvested, gpus=1), reserved=replace(scenario.reserved, gpus=1)
+    )
+    drafted = drafted.speculating(CHECKED)
+    engine, prompt = drafted.harvested, drafted.prompt_tokens
+    seconds = 0.0
+    for siblings in (0, 0, 1, 1):
+        curve, _ = engine.token_curve(1, prompt, siblings)
+        seconds += engine.prefill_many_s([(prompt, 0)]) + Stretch(curve, 1, prompt).seconds(LENGTH)
+    found = seer(drafted, 10**6, ALWAYS)
+    assert found.steps[0].end_s == pytest.approx(seconds + train_s(drafted), rel=1e-6)

@@ -86,7 +86,14 @@ class Script:
     def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
         if self.replaces:
             more(step)  # replaces as many prompts as its number
-        return SimpleNamespace(metrics=self.metrics, outcomes=(), phase_log=(), late=self.late.get(step, ()))
+        return SimpleNamespace(
+            metrics=self.metrics,
+            outcomes=(),
+            phase_log=(),
+            late=self.late.get(step, ()),
+            decisions=(),
+            rewards={},
+        )
 
     def submit(
         self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str
@@ -116,7 +123,15 @@ class Script:
         scored, self._scored = self._scored, []
         return scored
 
-    def commit(self, step: int, version: int, outcomes: Any, metrics: Any, purpose: str = "train") -> None:
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Any,
+        metrics: Any,
+        purpose: str = "train",
+        decisions: Any = (),
+    ) -> None:
         self.act(purpose, step)
 
     def checkpoint(

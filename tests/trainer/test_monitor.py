@@ -16,7 +16,7 @@ import pytest
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
-from trainer.loop.metrics import Capacity, TokenSources, alarm
+from trainer.loop.metrics import Capacity, TokenSources, alarm, effective_fraction
 from trainer.loop.monitor import (
     Monitor,
     MonitorEntry,
@@ -26,6 +26,7 @@ from trainer.loop.monitor import (
     as_line,
     chosen,
 )
+from trainer.model.learner import RowStats
 
 METRICS = {
     "reward": 0.25,
@@ -431,6 +432,21 @@ def test_the_age_of_a_steps_tokens_is_counted_by_token_and_its_mixture_by_sample
     as_metrics = sources.as_metrics(seconds=1.0)
     names = ("staleness_mean", "staleness_max", "staleness_versions", "staleness_mixed")
     assert [as_metrics[name] for name in names] == [pytest.approx(12 / 15), 2.0, 2.0, 0.5]
+
+
+def test_the_effective_share_of_tokens_is_kong_s_and_1_where_all_count_alike() -> None:
+    """(sum w)^2 / (n sum w^2): of weights 1, 1, 2 it is 16 / 18; of equal ones 1; of one that outweighs all others nearly 1 / n."""
+
+    def row(*weights: float) -> RowStats:
+        count, squares = len(weights), sum(weight**2 for weight in weights)
+        return RowStats(
+            0, count, count, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, weight=sum(weights), weight_squares=squares
+        )
+
+    assert effective_fraction([row(1.0, 1.0), row(2.0)]) == pytest.approx(16 / 18)
+    assert effective_fraction([row(0.7, 0.7), row(0.7)]) == pytest.approx(1.0)
+    assert effective_fraction([row(1e6, 1e-6, 1e-6, 1e-6)]) == pytest.approx(0.25, rel=1e-6)
+    assert effective_fraction([]) == 0.0
 
 
 def test_gpu_hours_follow_the_fleet() -> None:

@@ -60,6 +60,7 @@ class RecordedRun:
         self, draw: random.Random, harvested: Sequence[int] = (1,), error: str | None = None
     ) -> None:
         self.attempt, self.last_step, self.next_version = 1, 0, 1
+        self.pass_rates: tuple[tuple[int, int, int, int], ...] = ()
         self.fleet = messages.Fleet(harvested[0], 1, 0, 0, 0)
         self._draw = draw
         self._harvested = list(harvested)
@@ -151,6 +152,8 @@ class RecordedRun:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        *,
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None

@@ -27,6 +27,7 @@ from trainer.algorithms.advantages import Advantages, overlong_penalty
 from trainer.algorithms.rewards import Reward
 from trainer.algorithms.rows import DenominatorShare, resolve
 from trainer.data.batching import TrainRow
+from trainer.data.group_filter import NO_FILTER, GroupFilter
 from trainer.data.prompts import DATA_SET, PromptTask
 
 #: Why a completion that the length limit ended is not trained (`algorithm.on_length = "mask"`).
@@ -80,6 +81,7 @@ class ScoredGroup:
     informative: bool
     counted: DenominatorShare  # in the step's denominator
     parts: tuple[Mapping[str, float], ...] = ()  # as in `Judged`
+    outside: str = ""  # why the run's filter does not train it
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,14 @@ class Scoring:
         seen: Callable[[Judged], None] = _ignore,
         episodes: Episodes | None = None,
         sets: Collection[str] = (),
+        rule: GroupFilter = NO_FILTER,
     ) -> None:
         """`seen`: told of each group as it was scored. `episodes`: samples are episodes, which came with their rewards. `sets`: names of
-        `data.sets`, each of which has a metric."""
+        `data.sets`, each of which has a metric. `rule`: which groups are trained."""
         self._seen = seen
         self._episodes = episodes
         self._sets = tuple(sets)
+        self.rule = rule
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._mask_errors = reward.on_reward_error == "mask"
@@ -320,14 +324,45 @@ class Scoring:
         return self.settle([self.judge(group)])[0]
 
     def settle(self, judged: Sequence[Judged]) -> list[ScoredGroup]:
-        """Advantages, rows and outcomes of the groups of one scope: one group, or all of a step in the order of their prompts."""
+        """Advantages, rows and outcomes of the groups of one scope: one group, or all of a step in the order of their prompts. Those that
+        the run's filter does not train are of no scope."""
         recipe = self.recipe
-        scope = [(self._shaped(one), torch.tensor([not why for _, _, why in one.samples])) for one in judged]
-        found = recipe.algorithm.advantages(scope, recipe.scale)
-        return [
-            self._scored(one, advantages, usable)
-            for one, advantages, (_, usable) in zip(judged, found, scope, strict=True)
-        ]
+        outside = [self.rule.fault([reward for _, reward, why in one.samples if not why]) for one in judged]
+        inside = [one for one, fault in zip(judged, outside, strict=True) if not fault]
+        scope = [(self._shaped(one), torch.tensor([not why for _, _, why in one.samples])) for one in inside]
+        found = iter(
+            zip(recipe.algorithm.advantages(scope, recipe.scale) if scope else (), scope, strict=True)
+        )
+        settled = []
+        for one, fault in zip(judged, outside, strict=True):
+            if fault:
+                settled.append(self._left_out(one, fault))
+            else:
+                advantages, (_, usable) = next(found)
+                settled.append(self._scored(one, advantages, usable))
+        return settled
+
+    def _left_out(self, judged: Judged, fault: str) -> ScoredGroup:
+        """A group that is not trained and counts nowhere; its rewards are recorded."""
+        outcomes = tuple(
+            messages.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, messages.words(why))
+            if why
+            else messages.SampleOutcome(sample.sample_id, "filtered", reward, 0.0, fault, self.version)
+            for sample, reward, why in judged.samples
+        )
+        kept = [(sample, reward) for sample, reward, why in judged.samples if not why]
+        return ScoredGroup(
+            judged.group.group_id,
+            judged.group.prompt_index,
+            (),
+            outcomes,
+            tuple(reward for _, reward in kept),
+            tuple(messages.token_count(sample.tokens) for sample, _ in kept),
+            False,
+            DenominatorShare(),
+            judged.parts,
+            fault,
+        )
 
     def _shaped(self, judged: Judged) -> torch.Tensor:
         """What advantages are made of: the rewards, lowered near the length limit where the run wants that."""

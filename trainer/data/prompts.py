@@ -19,6 +19,7 @@ from scavenger.config import DataSection, DataSet, EvalSet, RunConfig
 from scavenger.errors import ConfigError
 from trainer.data import dataset
 from trainer.data.batching import shuffled
+from trainer.data.curriculum import Visit
 from trainer.data.dataset import Item, Prompt
 from trainer.data.mixture import Mixture
 from trainer.tasks import sort
@@ -56,6 +57,10 @@ class Stream(Protocol):
 
     def held_out(self, index: int) -> PromptRow: ...
 
+    def visit(self, position: int) -> Visit:
+        """Which row a training position is, and for which time."""
+        ...
+
     def digest(self) -> str:
         """Equal digests: the same training prompts at all positions."""
         ...
@@ -72,6 +77,9 @@ class SortStream:
 
     def held_out(self, index: int) -> tuple[str, dict[str, Any]]:
         return sort.prompt_task(self._seed, index, held_out=True)
+
+    def visit(self, position: int) -> Visit:
+        return Visit(str(position), 0)
 
     def digest(self) -> str:
         return f"sort-{self._seed}"
@@ -118,10 +126,18 @@ class FileStream:
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
 
     def train(self, position: int) -> PromptRow:
+        return self._rows[self._row(position)[0]]
+
+    def visit(self, position: int) -> Visit:
+        row, epoch = self._row(position)
+        return Visit(str(row), epoch)
+
+    def _row(self, position: int) -> tuple[int, int]:
+        """The row's number and the epoch."""
         epoch, offset = divmod(position, len(self._train))
         if self._epoch[0] != epoch:
             self._epoch = (epoch, shuffled(self._train, f"epoch/{self._seed}/{epoch}"))
-        return self._rows[self._epoch[1][offset]]
+        return self._epoch[1][offset], epoch
 
     def held_out(self, index: int) -> PromptRow:
         return self._held_out[index]
@@ -148,6 +164,11 @@ class MixedStream:
         place = self._mixture.at(position)
         text, meta = self._streams[place.set].train(place.number)
         return text, meta | {DATA_SET: self._names[place.set]}
+
+    def visit(self, position: int) -> Visit:
+        place = self._mixture.at(position)
+        row, epoch = self._streams[place.set].visit(place.number)
+        return Visit(f"{place.set}/{row}", epoch)
 
     def held_out(self, index: int) -> PromptRow:
         if self._elsewhere:
@@ -195,6 +216,9 @@ class TaskStream:
         if self._rows is None:
             return f"task {position}", {"task": position}
         return self._rows.train(position)
+
+    def visit(self, position: int) -> Visit:
+        return Visit(str(position), 0) if self._rows is None else self._rows.visit(position)
 
     def held_out(self, index: int) -> PromptRow:
         assert self._rows is not None
@@ -378,6 +402,10 @@ class PromptSource:
             self._prompt_task(offset, *self._stream.train(offset))
             for offset in range(position, position + count)
         ]
+
+    def visit(self, position: int) -> Visit:
+        """Which row position `position` of the training stream is, and for which time."""
+        return self._stream.visit(position)
 
     def held_out(self) -> list[PromptTask]:
         return [self._prompt_task(index, *self._stream.held_out(index)) for index in range(self._eval_count)]

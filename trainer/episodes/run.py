@@ -50,6 +50,8 @@ class Daemon(Protocol):
     def reserved_order(self) -> int: ...
     @property
     def versions(self) -> tuple[tuple[int, int, bytes], ...]: ...
+    @property
+    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
@@ -66,6 +68,7 @@ class Daemon(Protocol):
         metrics: dict[str, float],
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
@@ -227,6 +230,10 @@ class EpisodeRun:
     @property
     def reserved_order(self) -> int:
         return self._run.reserved_order
+
+    @property
+    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]:
+        return self._run.pass_rates
 
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
         self._run.publish(step, manifest, *sources)
@@ -419,6 +426,7 @@ class EpisodeRun:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None:
         """Record that the step was taken with these episodes. They end, and so do their earlier lives, each with its reason."""
         mine = [self._episodes[outcome.sample_id] for outcome in outcomes]
@@ -429,7 +437,7 @@ class EpisodeRun:
         ]
         figures = metrics_of([one.played for one in mine if one.played is not None], mine)
         metrics |= figures
-        self._run.commit(step, version, (), metrics, purpose, ended)
+        self._run.commit(step, version, (), metrics, purpose, ended, decisions)
         for episode in mine:
             del self._episodes[episode.id]
 

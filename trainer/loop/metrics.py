@@ -123,14 +123,18 @@ class TokenSources:
     mixed: int = 0  # samples whose tokens are of more than one version
     by_version: Counter[int] = field(default_factory=Counter)  # tokens
 
+    def add_ages(self, versions: Iterable[tuple[int, int, int]], step: int) -> None:
+        """Tokens that `step` trains, as in `DoneSample.versions`: all that there is to say of a replayed sample, which others generated."""
+        for version, of_step, tokens in versions:
+            self.stale += (step - 1 - of_step) * tokens
+            self.aged += tokens
+            self.stalest = max(self.stalest, step - 1 - of_step)
+            self.by_version[version] += tokens
+
     def add(self, samples: Iterable[messages.DoneSample], step: int) -> None:
         """Samples that `step` trains, by the weights after `step` - 1 steps."""
         for sample in samples:
-            for version, of_step, tokens in sample.versions:
-                self.stale += (step - 1 - of_step) * tokens
-                self.aged += tokens
-                self.stalest = max(self.stalest, step - 1 - of_step)
-                self.by_version[version] += tokens
+            self.add_ages(sample.versions, step)
             self.mixed += len({version for version, _, _ in sample.versions}) > 1
             self.reserved += sample.by_reserved
             self.harvested += sample.by_harvested
@@ -161,7 +165,7 @@ class TokenSources:
             return {}
         return {
             "staleness_versions": float(len(self.by_version)),
-            "staleness_mixed": self.mixed / self.samples,
+            "staleness_mixed": self.mixed / max(1, self.samples),
         }
 
 

@@ -315,7 +315,7 @@ def as_line(entry: MonitorEntry, steps: int) -> str:
         f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}{spread}  loss {metrics['loss']:+.6e}  "
         f"tokens {metrics['tokens']:.0f}  length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {time_line(metrics)}"
         + (
-            "  NOTHING TRAINED: rewards are alike within each group, or masked"
+            "  NOTHING TRAINED: rewards are alike within each group, masked, or filtered"
             if metrics.get("samples_trained") == 0
             else ""
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from scavenger.config import RunConfig
@@ -30,6 +31,7 @@ from scavenger.weights.manifest import Manifest
 from trainer.algorithms.scoring import Scoring, specs
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.saving import Checkpoints
+from trainer.data import curriculum
 from trainer.data.prompts import PromptSource, PromptTask
 from trainer.engine_control import Engines
 from trainer.loop.ending import Ending, EndRequested
@@ -115,6 +117,16 @@ class Loop:
         self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False, late=start.late)
         self._late = start.late
         self._cursor = start.cursor
+        data, self._rates = config.data, curriculum.PassRates()
+        self._bounds = (
+            curriculum.Bounds(data.curriculum_min, data.curriculum_max, data.curriculum_rest)
+            if data.has_curriculum
+            else None
+        )
+        self._choices: dict[int, list[curriculum.Choice]] = {}  # by step
+        if self._bounds is not None:
+            for index, step, passed, scored in sorted((at[1], at[0], *at[2:]) for at in run.pass_rates):
+                self._rates.note(prompts.visit(index), step, passed, scored)
 
     def run(self) -> None:
         """Train to the last step. Raises what stops it, `EndRequested` once a checkpoint is written; the caller closes the run."""
@@ -148,14 +160,16 @@ class Loop:
                 self._ask(ahead)
             asked = self._asked.pop(step)
             version = self._settled.version
-            result = self._stepper.step(step, version, asked.prompts, self._take)
+            result = self._stepper.step(step, version, asked.prompts, partial(self._take, step))
             published, seconds = self._timed_publish(step)
             self._late = result.late
             metrics = result.metrics | {
                 "seconds_publish": seconds,
                 "seconds_checkpoint": self._checkpoints.take_seconds(),
             }
-            self._run.commit(step, version, result.outcomes, metrics)
+            decisions = (*self._chosen(step), *result.decisions)
+            self._run.commit(step, version, result.outcomes, metrics, decisions=decisions)
+            self._measure(step, result.rewards)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
             if warning := alarm(metrics, self._config.monitor.mismatch_alarm):
                 self._monitor.say(f"step {step}: {warning}")
@@ -171,11 +185,11 @@ class Loop:
         step's."""
         if step not in self._asked:
             at = self._settled
-            cursor, prompts = self._cursor, self._take(self._config.data.prompts_per_step)
+            cursor, prompts = self._cursor, self._take(step, self._config.data.prompts_per_step)
             if step == self._start.step + 1:  # an earlier attempt's last step left them to this one
                 prompts = [*prompts, *(one for at in self._start.late for one in self._prompts.take(at, 1))]
             self._asked[step] = SubmittedStep(cursor, prompts)
-            self._stepper.ask(step, at.version, prompts, self._take)
+            self._stepper.ask(step, at.version, prompts, partial(self._take, step))
 
     def _safe_point(self) -> None:
         """Let a written checkpoint count; raise `EndRequested` if the trainer was told to end. Only while parameters are a whole step's."""
@@ -187,11 +201,39 @@ class Loop:
         cursor = min((asked.cursor for asked in self._asked.values()), default=self._cursor)
         self._settled = Settled(step, version, self._root, cursor, owes_evaluation, self._late)
 
-    def _take(self, count: int) -> list[PromptTask]:
-        """The next prompts of the data."""
-        taken = self._prompts.take(self._cursor, count)
-        self._cursor += count
-        return taken
+    def _take(self, step: int, count: int) -> list[PromptTask]:
+        """The next prompts of the data for `step`, but for those that the curriculum passes over."""
+        if self._bounds is None:
+            taken = self._prompts.take(self._cursor, count)
+            self._cursor += count
+            return taken
+        until = step - 1 - self._config.algorithm.max_off_policy_steps
+        choice = curriculum.choose(self._cursor, count, until, self._prompts.visit, self._rates, self._bounds)
+        self._cursor = choice.cursor
+        self._choices.setdefault(step, []).append(choice)
+        return [one for position in choice.taken for one in self._prompts.take(position, 1)]
+
+    def _chosen(self, step: int) -> list[messages.DataDecision]:
+        """What the curriculum did for this step; nothing to say where there is none."""
+        choices, data = self._choices.pop(step, []), self._config.data
+        if not choices:
+            return []
+        easy, hard = (sum(getattr(one, name) for one in choices) for name in ("easy", "hard"))
+        bounds = {"least": data.curriculum_min, "most": data.curriculum_max}
+        inputs = {name: value for name, value in bounds.items() if value is not None}
+        inputs |= {"easy": float(easy), "hard": float(hard), "rest": float(data.curriculum_rest)}
+        inputs["until_step"] = float(max(0, step - 1 - self._config.algorithm.max_off_policy_steps))
+        taken = sum(len(one.taken) for one in choices)
+        return [messages.DataDecision("curriculum", taken, easy + hard, inputs)]
+
+    def _measure(self, step: int, rewards: Mapping[int, tuple[float, ...]]) -> None:
+        """Note the pass rates of a step that is committed: as the ledger has them for a later attempt."""
+        if self._bounds is not None:
+            at = self._config.data.curriculum_solved_at
+            for index, of_group in rewards.items():
+                self._rates.note(
+                    self._prompts.visit(index), step, curriculum.passed(of_group, at), len(of_group)
+                )
 
     # ---------------------------------------------------------------- weights
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -25,6 +25,7 @@ from scavenger.weights.manifest import Manifest
 from trainer.algorithms import agreement
 from trainer.algorithms.rows import DenominatorShare, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
+from trainer.data import replay
 from trainer.data.batching import (
     Micro,
     TrainRow,
@@ -35,7 +36,9 @@ from trainer.data.batching import (
     rounds,
     spread,
 )
+from trainer.data.group_filter import NO_FILTER
 from trainer.data.prompts import PromptTask
+from trainer.data.replay import KeptGroup
 from trainer.engine_control import Engines
 from trainer.loop.metrics import Capacity, Seconds, TokenSources, summarise
 from trainer.loop.ranks import Ranks
@@ -100,6 +103,8 @@ class TrainerRun(Protocol):
     @property
     def fleet(self) -> messages.Fleet: ...
     @property
+    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
+    @property
     def reserved_order(self) -> int: ...
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
     def submit(
@@ -122,6 +127,8 @@ class TrainerRun(Protocol):
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        *,
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
@@ -131,12 +138,15 @@ class TrainerRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`late`: indices of its prompts whose groups the next step trains."""
+    """`late`: indices of its prompts whose groups the next step trains. `decisions`: which groups were trained, and by what. `rewards`: of
+    each group's usable samples, by the index of its prompt."""
 
     outcomes: tuple[messages.SampleOutcome, ...]
     metrics: dict[str, float]
     phase_log: tuple[str, ...]
     late: tuple[int, ...] = ()
+    decisions: tuple[messages.DataDecision, ...] = ()
+    rewards: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 #: n -> the n prompts that follow in the data.
@@ -149,6 +159,15 @@ def _no_more(count: int) -> Sequence[PromptTask]:
 
 def _nothing() -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A group that a step trained, as a later one would train it again. `versions`: of its samples, as in `DoneSample`."""
+
+    kept: KeptGroup
+    group: ScoredGroup
+    versions: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -187,6 +206,7 @@ class _Work:
     )  # ids of groups whose rows are in the gradients or in the stash
     prompt_of: dict[int, int] = field(default_factory=dict)  # group id -> index of its prompt
     late: list[int] = field(default_factory=list)  # indices of prompts whose groups the next step trains
+    replayed: list[ScoredGroup] = field(default_factory=list)  # of earlier steps
     late_asked_at: float = -math.inf  # when it was last asked whether a later step may train them
     aside: _Aside = field(default_factory=_Aside)
     seconds: Seconds = field(default_factory=Seconds)
@@ -226,6 +246,7 @@ class Stepper:
         self._safe_point = safe_point
         self._has_reserved = config.reserved.workers > 0
         self._trained_of: Counter[int] = Counter()  # worker -> samples of whole steps with tokens of it
+        self._kept: dict[int, _Kept] = {}  # by group: what a later step may train again
         self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
         self._training_state_released = False  # engines were woken since training state was last asked back
@@ -633,6 +654,7 @@ class Stepper:
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
         if self._barrier:
             self._train_whole_batch(work)
+        decisions = [*self._filtered(work), *self._replay(work)]
         self._check_staleness(work)
         rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
         self._update_mini_batches(work, rate)
@@ -640,8 +662,74 @@ class Stepper:
         metrics = self._metrics(work, ordered, rate, started)
         for sample_id in work.stats:
             self._trained_of.update({worker_id for worker_id, _ in work.spans.get(sample_id, ())})
+        self._keep(work, ordered)
         outcomes = tuple(outcome for group in ordered for outcome in group.outcomes)
-        return StepResult(outcomes, metrics, log, tuple(work.late))
+        rewards = {group.prompt_index: group.rewards for group in ordered}
+        return StepResult(outcomes, metrics, log, tuple(work.late), tuple(decisions), rewards)
+
+    # ---------------------------------------------------------------- which groups
+
+    def _filtered(self, work: _Work) -> list[messages.DataDecision]:
+        """What `data.filter_*` took out of the step; nothing to say where there is no filter."""
+        rule = self._scoring.rule
+        if rule == NO_FILTER:
+            return []
+        out = sum(bool(group.outside) for group in work.scored.values())
+        bounds = {"min_spread": rule.min_spread, "min_mean": rule.min_mean, "max_mean": rule.max_mean}
+        inputs = {name: value for name, value in bounds.items() if value is not None}
+        return [messages.DataDecision("filter", len(work.scored) - out, out, inputs)]
+
+    def _replay(self, work: _Work) -> list[messages.DataDecision]:
+        """Train groups of earlier steps once more, behind all of the step's own."""
+        limit, most = self._config.data.replay_groups, self._config.algorithm.max_off_policy_steps
+        if not limit:
+            return []
+        chosen = replay.choose(
+            [one.kept for one in self._kept.values()],
+            work.step,
+            limit=limit,
+            max_age=most,
+            suspects=self._scoring.suspects,
+        )
+        started = time.monotonic()
+        ages: list[int] = []
+        for group_id in chosen.taken:
+            one = self._kept.pop(group_id)
+            group = one.group
+            ages.append(one.kept.age(work.step))
+            work.replayed.append(group)
+            work.sources.add_ages(one.versions, work.step)
+            seed, updates = self._config.run.seed, self._config.algorithm.updates_per_step
+            work.mini_batch[group.prompt_index] = mini_batch_alone(
+                seed, work.step, group.prompt_index, updates
+            )
+        self._train_groups(work, work.replayed)
+        work.seconds.train += time.monotonic() - started
+        left = (chosen.too_old, chosen.set_aside, chosen.beyond_limit)
+        inputs = dict(zip(("too_old", "set_aside", "beyond_limit"), map(float, left), strict=True))
+        inputs |= {"max_age": float(most), "limit": float(limit), "oldest": float(max(ages, default=0))}
+        return [messages.DataDecision("replay", len(ages), sum(left), inputs, chosen.taken)]
+
+    def _keep(self, work: _Work, ordered: Sequence[ScoredGroup]) -> None:
+        """Keep of this step's groups what a later one may train again."""
+        limit, most = self._config.data.replay_groups, self._config.algorithm.max_off_policy_steps
+        if not limit:
+            return
+        for group in ordered:
+            samples = work.judged[group.group_id].group.samples
+            versions = tuple(span for sample in samples for span in sample.versions)
+            if not group.rows or not versions:
+                continue
+            workers = frozenset(worker for sample in samples for worker, _ in sample.spans)
+            signal = math.fsum(abs(row.advantage) for row in group.rows) / len(group.rows)
+            oldest = min(step for _, step, _ in versions)
+            kept = KeptGroup(group.group_id, work.step, oldest, signal, workers)
+            again = replace(group, outcomes=(), rewards=(), lengths=(), parts=())
+            self._kept[group.group_id] = _Kept(kept, again, versions)
+        left = replay.worth_keeping(
+            [one.kept for one in self._kept.values()], work.step + 1, limit=limit, max_age=most
+        )
+        self._kept = {kept.group_id: self._kept[kept.group_id] for kept in left}
 
     def _check_staleness(self, work: _Work) -> None:
         """Raise `Diverged` where the samples are too far from the weights that train them; these are a whole step's yet."""
@@ -660,7 +748,8 @@ class Stepper:
 
     def _update_mini_batches(self, work: _Work, rate: float) -> None:
         """One optimizer step a mini-batch, in order; rows of later ones are trained with the parameters that the earlier ones left."""
-        with_rows = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
+        groups = (*work.scored.values(), *work.replayed)
+        with_rows = {work.mini_batch[group.prompt_index] for group in groups if group.rows}
         for mini_batch in range(self._config.algorithm.updates_per_step):
             before = time.monotonic()
             self._train(work, work.stash.get(mini_batch, []))
@@ -683,6 +772,8 @@ class Stepper:
             "grad_norm": max(work.grad_norms, default=0.0),
             "groups_asked": float(len(work.submitted)),
             "groups_later": float(len(work.late)),
+            "groups_outside": float(sum(bool(group.outside) for group in ordered)),
+            "groups_replayed": float(len(work.replayed)),
             "micro_steps": float(work.micro_steps),
             "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),
@@ -717,7 +808,7 @@ class Stepper:
         algorithms, tokens that a mask took out.
         """
         recipe, counted = self._scoring.recipe, DenominatorShare()
-        for group in work.scored.values():
+        for group in (*work.scored.values(), *work.replayed):
             if work.mini_batch[group.prompt_index] == mini_batch:
                 counted += group.counted
                 if not recipe.algorithm.masked_count:

@@ -21,7 +21,7 @@ from scavenger.ledger import records as r
 from scavenger.ledger.faults import FINAL, classify, explain, overran, remedy
 from scavenger.ledger.read import prompts
 from scavenger.ledger.store import MAINTENANCE_S, READER_S
-from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
+from scavenger.protocol.messages import MAX_PASS_RATES, unpack_logprobs, unpack_tokens
 from scavenger.weights import manifest as manifests
 
 Piece = tuple[int, bytes, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs, routing
@@ -287,6 +287,19 @@ def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.Op
     """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
     with reading(engine) as connection:
         return tuple(_groups(connection, run_id, after_step))
+
+
+def pass_rates(
+    engine: sa.Engine, run_id: int, until_step: int, solved_at: float
+) -> tuple[tuple[int, int, int, int], ...]:
+    """(step, prompt index, samples with a reward of `solved_at` or more, samples with a reward) of each group that a step up to
+    `until_step` trained; the newest `MAX_PASS_RATES`."""
+    wanted = {"run_id": run_id, "until_step": until_step, "solved_at": solved_at, "most": MAX_PASS_RATES}
+    with reading(engine) as connection:
+        return tuple(
+            (int(step), int(index), int(passed), int(scored))
+            for step, index, passed, scored in _tuples(connection, "pass_rates", **wanted)
+        )
 
 
 def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Payload]:

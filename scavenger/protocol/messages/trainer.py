@@ -42,6 +42,12 @@ from scavenger.protocol.messages.gateway import (
 
 #: Of one episode: as many as it may have.
 MAX_USED_TURNS = 4096
+#: Of one step's decisions about its data: how many, and figures and groups of each.
+MAX_DATA_DECISIONS = 4
+MAX_DECISION_INPUTS = 16
+MAX_DECISION_GROUPS = 1024
+#: Pass rates that an opened run is told: the newest.
+MAX_PASS_RATES = 1_000_000
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
@@ -75,6 +81,8 @@ class OpenRun(Message, frozen=True):
         "switch"  # with the above: whether engines that generate change weights at once
     )
     keeps_cache: bool = False  # and whether a sample goes on where its KV cache is (`algorithm.kv`)
+    #: Answer with the pass rates of the prompts that steps up to `resume_step` trained: a reward of this or more passes. None: do not.
+    solved_at: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] | None = None
 
 
 class Attach(Message, frozen=True):
@@ -190,6 +198,20 @@ class ReportAgreement(Message, frozen=True):
     spans: Annotated[tuple[SpanSums, ...], msgspec.Meta(max_length=MAX_SPAN_SUMS)]
 
 
+class DataDecision(MessagePart, frozen=True):
+    """Which groups or prompts a step trains (`trainer.data`), in numbers alone: the ledger says the rest in words of its own.
+
+    "filter": of the step's groups, by their rewards. "curriculum": prompts, by their measured pass rates. "replay": groups of earlier
+    steps, once more; `groups` names them. `inputs`: what it was decided by.
+    """
+
+    policy: Literal["filter", "curriculum", "replay"]
+    taken: Count
+    left_out: Count
+    inputs: Annotated[dict[str, float], msgspec.Meta(max_length=MAX_DECISION_INPUTS)]
+    groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DECISION_GROUPS)] = ()
+
+
 class CommitStep(Message, frozen=True):
     """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval").
 
@@ -202,6 +224,7 @@ class CommitStep(Message, frozen=True):
     outcomes: tuple[SampleOutcome, ...]
     metrics: dict[str, float]
     episodes: tuple[EpisodeOutcome, ...] = ()
+    decisions: Annotated[tuple[DataDecision, ...], msgspec.Meta(max_length=MAX_DATA_DECISIONS)] = ()
 
 
 class RecordCheckpoint(Message, frozen=True):
@@ -304,7 +327,11 @@ class Pong(Message, frozen=True):
 
 
 class RunOpened(Message, frozen=True):
-    """`next_version`: versions go on from here. `last_step`: the last committed step. `versions`: (step, version, root)."""
+    """`next_version`: versions go on from here. `last_step`: the last committed step. `versions`: (step, version, root).
+
+    `pass_rates`: (step, prompt index, completions that passed, completions with a reward) of groups that steps up to the resumed one
+    trained, where `OpenRun.solved_at` asked for it.
+    """
 
     run_id: int
     attempt: int
@@ -313,6 +340,9 @@ class RunOpened(Message, frozen=True):
     last_step: int
     versions: tuple[tuple[int, int, bytes], ...]
     ledger: str = ""
+    pass_rates: Annotated[
+        tuple[tuple[int, int, Count, Count], ...], msgspec.Meta(max_length=MAX_PASS_RATES)
+    ] = ()
 
 
 class Denied(Message, frozen=True):

@@ -97,11 +97,12 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class HistoryRead:
-    """The ledger's answer to `ReadHistory`: groups that steps after the resumed checkpoint had consumed."""
+    """The ledger's answer to `ReadHistory`: groups that steps after the resumed checkpoint had consumed, and `RunOpened.pass_rates`."""
 
     run_id: int
     attempt: int
     groups: tuple[OpenGroup, ...]
+    pass_rates: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +206,12 @@ class Write(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory:
-    """Read what steps after `after_step` consumed, and answer `HistoryRead`."""
+    """Read what steps after `after_step` consumed, and answer `HistoryRead`. `solved_at`: with the pass rates of those before."""
 
     run_id: int
     attempt: int
     after_step: int
+    solved_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

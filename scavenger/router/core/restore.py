@@ -116,7 +116,13 @@ def _newest_retries(groups: tuple[rec.OpenGroup, ...]) -> list[rec.OpenGroup]:
     return sorted(newest.values(), key=lambda g: g.created.group_id)
 
 
-def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.OpenGroup, ...]) -> None:
+def history_read(
+    core: Core,
+    run_id: int,
+    attempt: int,
+    groups: tuple[rec.OpenGroup, ...],
+    pass_rates: tuple[tuple[int, int, int, int], ...],
+) -> None:
     """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
     run = next((r for r in core.runs.values() if r.id == run_id), None)
     if run is None or run.attempt != attempt or run.trainer.opening is None:
@@ -146,6 +152,7 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.OpenGr
                 run.progress.last_committed,
                 versions,
                 core.ledger,
+                pass_rates,
             ),
         ),
     )

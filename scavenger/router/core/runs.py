@@ -284,7 +284,7 @@ def _open(
     if run.progress.last_committed != body.resume_step:
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.progress.last_committed = body.resume_step
-    core.read_history(run)
+    core.read_history(run, body.solved_at)
 
 
 def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:

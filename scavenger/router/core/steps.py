@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from scavenger.ledger import data_decisions, redaction
 from scavenger.ledger import records as rec
-from scavenger.ledger import redaction
 from scavenger.policy.interface import StepFinished, StepSubmitted, TrainedGroups
 from scavenger.protocol.messages import (
     MAX_CALL_SAMPLES,
@@ -311,6 +311,8 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             core.now,
         )
     )
+    for decision in body.decisions:
+        core.record(data_decisions.row(run.name, body.step, decision, core.now))
     run.policy.observe(StepFinished(body.step, body.purpose, _seconds_are_times(body.metrics)), core.now)
     if body.purpose == "train":
         run.progress.last_committed = body.step

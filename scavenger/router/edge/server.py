@@ -81,6 +81,10 @@ class LedgerWriter(Protocol):
     def go(self) -> None: ...
 
 
+#: As `RunOpened.pass_rates`.
+PassRates = tuple[tuple[int, int, int, int], ...]
+
+
 class RouterServer:
     """Serves workers and trainers until it is stopped. `clock()` gives Unix seconds that never run backwards."""
 
@@ -94,6 +98,7 @@ class RouterServer:
         read_history: Callable[[int, int], Awaitable[tuple[OpenGroup, ...]]],
         store: PayloadStore,
         read_payloads: ReadPayloads,
+        read_pass_rates: Callable[[int, int, float], Awaitable[PassRates]] | None = None,
     ) -> None:
         assert router.core.payloads is store
         self.router = router
@@ -111,6 +116,7 @@ class RouterServer:
         self._keys = keys
         self._clock = clock
         self._read_history = read_history
+        self._read_pass_rates = read_pass_rates
         self._context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._drain_due = self._go_due = False
@@ -358,7 +364,14 @@ class RouterServer:
         groups = await patiently(
             lambda: self._read_history(action.run_id, action.after_step), f"groups of run {action.run_id}"
         )
-        self.post(HistoryRead(action.run_id, action.attempt, groups))
+        rates: PassRates = ()
+        if (solved_at := action.solved_at) is not None and self._read_pass_rates is not None:
+            read = self._read_pass_rates
+            rates = await patiently(
+                lambda: read(action.run_id, action.after_step, solved_at),
+                f"pass rates of run {action.run_id}",
+            )
+        self.post(HistoryRead(action.run_id, action.attempt, groups, rates))
 
     def _history_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -51,6 +51,7 @@ class Script:
         metrics: dict[str, float],
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
+        decisions: Sequence[messages.DataDecision] = (),
     ) -> None:
         assert not outcomes
         self.commits.append((step, tuple(episodes), metrics))
