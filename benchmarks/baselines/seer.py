@@ -1,4 +1,4 @@
-"""Seer's synchronous scheduler with speculation, after the abstract and published summaries of its paper (Qin et al., arXiv 2511.14617). Pure.
+"""Seer's synchronous scheduler with speculation (Qin et al., arXiv 2511.14617), after the paper's abstract and published summaries. Pure.
 
     divided rollout       a sample is generated in chunks; after each it goes back to one queue for all engines, and its KV is in a pool
                           that every engine reads. So a chunk may go on anywhere without a prefill.
@@ -7,9 +7,9 @@
                           one of which none ended counts as the longest.
     grouped speculation   drafts come from all siblings, wherever they ran
 
-No code of it is published, and the text of the paper was not at hand whole. What is open is decided in its favour: the pool costs nothing, an engine takes the sample that the
-order names as soon as it has a slot, a lost engine costs the chunk alone, and reserved GPUs change between generating and training at
-once (`asynchronous_run.synchronous`). `chunk_tokens` is given; the best of several counts.
+No code of it is published, and the text of the paper was not at hand whole. What is open is decided in its favour: the pool costs nothing,
+an engine takes the sample that the order names as soon as it has a slot, a lost engine costs the chunk alone, and reserved GPUs change between
+generating and training at once (`asynchronous_run.synchronous`). `chunk_tokens` is given; the best of several counts.
 """
 
 from __future__ import annotations
