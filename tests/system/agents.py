@@ -159,6 +159,11 @@ def place_of(episode: str) -> tuple[int, int, int]:
 def result_of(url: str) -> play.Result:
     """As `play.result_of`: tokens by (step, prompt, index, turn) of the episodes that were trained."""
     assert reports.check(url) == []
+    return play.Result(tokens_of(url), play.steps_of(url))
+
+
+def tokens_of(url: str) -> dict[tuple[int, ...], bytes]:
+    """Of each episode that was trained, the tokens of its turns. Raises `AssertionError` where two lives of one were."""
     raw: dict[tuple[int, int, int], dict[int, bytes]] = {}
     lives: dict[tuple[int, int, int], str] = {}
     for name, number, sample_index, start, data in play.ask_ledger(url, _TURNS):
@@ -168,12 +173,11 @@ def result_of(url: str) -> play.Result:
         turns = raw.setdefault(place, {})
         assert len(turns.get(number, b"")) == 4 * start, f"turn {number} of {name} has a gap at {start}"
         turns[number] = turns.get(number, b"") + data
-    tokens: dict[tuple[int, ...], bytes] = {
+    return {
         (*place, turn): data
         for place, turns in raw.items()
         for turn, (_, data) in enumerate(sorted(turns.items()))
     }
-    return play.Result(tokens, play.steps_of(url))
 
 
 def result(site: DemoSite) -> play.Result:

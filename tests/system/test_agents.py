@@ -52,17 +52,18 @@ class Losses:
     def _one_of_each(self, most: int) -> None:
         for part in ("environment", "gateway"):
             if self.killed[part] < most:
-                before = _turns(self.site)
-                victim = play.wait_for(
-                    f"a process of part {part}", lambda part=part: self._of(part), agents.DEADLINE_S
-                )
-                os.kill(victim.pid, signal.SIGKILL)
-                play.wait_for("its end", lambda victim=victim: not is_there(victim))
-                self.killed[part] += 1
-                # Its successor works when turns come that were not there: one that is killed while it starts would prove nothing.
-                play.wait_for(
-                    "another turn", lambda before=before: _turns(self.site) > before, agents.DEADLINE_S
-                )
+                self._kill(part)
+
+    def _kill(self, part: str) -> None:
+        before = _turns(self.site)
+        victim: Process = play.wait_for(
+            f"a process of part {part}", lambda: self._of(part), agents.DEADLINE_S
+        )
+        os.kill(victim.pid, signal.SIGKILL)
+        play.wait_for("its end", lambda: not is_there(victim))
+        self.killed[part] += 1
+        # Its successor works when turns come that were not there: one that is killed while it starts would prove nothing.
+        play.wait_for("another turn", lambda: _turns(self.site) > before, agents.DEADLINE_S)
 
     def _of(self, part: str) -> Process | None:
         return next((one for one in observe(self.site, self.run_toml, None) if one.part == part), None)
