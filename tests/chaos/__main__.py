@@ -13,13 +13,11 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ScavengerError
 from tests.chaos.audit import table
 from tests.chaos.choose import KINDS
 from tests.chaos.run import Chaos, Options, Outcome
-from tests.system import play
+from tests.system import agents, play
 from tests.system.model import write_small_model
 
 
@@ -27,23 +25,24 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def undisturbed(work: Path, model: Path, steps: int) -> play.Result:
+def undisturbed(work: Path, model: Path, steps: int, *, episodes: bool = False) -> play.Result:
     """The same run with nobody hurt, on one reserved engine; played once for each work folder and code."""
     code = hashlib.sha256()
     for path in sorted(
         p for part in ("trainer", "rollout", "tests/system") for p in (play.ROOT / part).rglob("*.py")
     ):
         code.update(path.read_bytes())
-    cache = work / f"reference-{steps}-{code.hexdigest()[:12]}.json"
+    what = "episodes" if episodes else "samples"
+    cache = work / f"reference-{what}-{steps}-{code.hexdigest()[:12]}.json"
     if not cache.exists():
         say(f"the undisturbed run of {steps} steps, for comparison")
         here = work / f"undisturbed-{os.getpid()}"
-        with DemoSite(SiteOptions("local", here, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
-            run = play.write_run(
-                site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16}
-            )
-            play.finish(site, play.submit(site, run))
-            result = play.result(site)
+        if episodes:
+            here.mkdir()
+            with agents.ToolServer().serving() as tool:
+                result = agents.undisturbed(agents.plain(model, tool, here), here / "site", steps)
+        else:
+            result = play.undisturbed(model, here, steps)
         shutil.rmtree(here)
         tokens = [[*key, data.hex()] for key, data in sorted(result.tokens.items())]
         cache.write_text(
@@ -52,7 +51,9 @@ def undisturbed(work: Path, model: Path, steps: int) -> play.Result:
             )
         )
     known = json.loads(cache.read_text())
-    tokens_of = {(step, prompt, index): bytes.fromhex(data) for step, prompt, index, data in known["tokens"]}
+    tokens_of: dict[tuple[int, ...], bytes] = {
+        tuple(place): bytes.fromhex(data) for *place, data in known["tokens"]
+    }
     return play.Result(tokens_of, {step: (reward, loss) for step, reward, loss in known["steps"]})
 
 
@@ -75,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=range(17),
         default=0,
         help="steps that are generated in advance, 0 to 16 (default 0), with kv = keep; the reference engine keeps no cache",
+    )
+    parser.add_argument(
+        "--episodes",
+        choices=("none", "external"),
+        default="",
+        metavar="EFFECTS",
+        help="a run of agents with a tool whose data.effects are none or external: gateways and environment workers are killed too, "
+        "and the training job is left alone",
     )
     parser.add_argument("--steps", type=int, default=0, help="of the run (default: grows with --kills)")
     parser.add_argument(
@@ -113,12 +122,15 @@ def main() -> int:
         args.database,
         deadline_s=60 * args.minutes,
         off_policy=args.off_policy,
+        episodes=args.episodes,
     )
     try:
         model = work / "model"
         if not (model / "model.safetensors").exists():
             write_small_model(model)
-        outcome = Chaos(options, model, say).play(undisturbed(work, model, steps))
+        outcome = Chaos(options, model, say).play(
+            undisturbed(work, model, steps, episodes=bool(args.episodes))
+        )
     except KeyboardInterrupt:
         say("stopped; nothing is left running")
         return 130

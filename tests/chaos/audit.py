@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scavenger.demo.site import DemoSite
 from scavenger.ledger.read import reports
 from tests.chaos.watch import Watcher
-from tests.system import play
+from tests.system import agents, play
 
 #: Both would train on something twice: one sample consumed twice by steps that survive or within one attempt, and one place of the data
 #: (step, prompt, index) filled by two samples.
@@ -49,6 +49,21 @@ SELECT s.sample_id, s.state, c.tokens FROM samples s LEFT JOIN chunks c ON c.sam
 """
 
 
+#: Of episodes; their names end with the number of their life.
+_OTHER_LIVES = "SELECT name FROM episodes WHERE name NOT LIKE '%.0' ORDER BY name"
+_IN_DOUBT = "SELECT count(*) FROM events WHERE kind = 'tool_call_in_doubt'"
+_AGAIN = "SELECT sample_id, regenerated FROM samples WHERE regenerated > 0 ORDER BY sample_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Of a run with episodes: its tool; whether its effects are outside; whether any engine was hurt."""
+
+    tool: agents.ToolServer
+    external: bool
+    engines_hurt: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """`counts`: what must be 0. `facts`: what says that there was something to see. `found`: a line for each finding."""
@@ -62,7 +77,13 @@ class Audit:
         return not any(self.counts.values())
 
 
-def audit(site: DemoSite, watcher: Watcher, reference: play.Result, off_policy: int = 0) -> Audit:
+def audit(
+    site: DemoSite,
+    watcher: Watcher,
+    reference: play.Result,
+    off_policy: int = 0,
+    episodes: Agents | None = None,
+) -> Audit:
     """Ask everything. The ledger must be reachable, and the run at its end.
 
     With `off_policy` steps in advance its tokens depend on when weights came, and differ from the undisturbed run's; then it is asked
@@ -73,7 +94,8 @@ def audit(site: DemoSite, watcher: Watcher, reference: play.Result, off_policy: 
     seen = watcher.seen.tokens
     lost, which = watcher.seen.lost(_final(site))
     twice, stale = play.ask(site, _TWICE), play.ask(site, _STALE)
-    skipped = sorted(reference.tokens.keys() - set(play.ask(site, _FILLED)))
+    filled = set(play.ask(site, _FILLED)) if episodes is None else agents.tokens_of(site.ledger_url).keys()
+    skipped = sorted(reference.tokens.keys() - filled)
     problems = reports.check(site.ledger_url)
     found += [*which, *wrong]
     found += [f"consumed twice: sample, step, attempt or prompt = {row}" for row in twice]
@@ -89,6 +111,9 @@ def audit(site: DemoSite, watcher: Watcher, reference: play.Result, off_policy: 
         "findings of `scavenger ledger check`": len(problems),
     }
     facts = _facts(site, seen, watcher)
+    in_doubt = 0
+    if episodes is not None:
+        in_doubt = _episodes(site, episodes, counts, facts, found)
     if off_policy:
         ages = play.ask(site, _AGES)
         beyond = sorted((step, age) for step, age in ages if not 0 <= age <= off_policy)
@@ -97,11 +122,33 @@ def audit(site: DemoSite, watcher: Watcher, reference: play.Result, off_policy: 
         ]
         counts["steps with tokens older than allowed"] = len(beyond)
         facts["steps with tokens of older weights"] = len({step for step, age in ages if age > 0})
-    elif not problems:
-        tokens, steps = _differences(play.result(site), reference, found)
+    elif not problems and not in_doubt:  # an agent that was told of a doubt goes on otherwise
+        result = play.result(site) if episodes is None else agents.result(site)
+        tokens, steps = _differences(result, reference, found)
         counts["samples with other tokens than undisturbed"] = tokens
         counts["steps with another reward or loss than undisturbed"] = steps
     return Audit(counts, facts, tuple(found))
+
+
+def _episodes(
+    site: DemoSite, episodes: Agents, counts: dict[str, int], facts: dict[str, int], found: list[str]
+) -> int:
+    """What must be 0 of a run whose trainer nobody hurt. Returns how many calls of its tool were in doubt."""
+    lives = play.ask(site, _OTHER_LIVES)
+    counts["episodes that were begun anew"] = len(lives)
+    found += [f"an episode was begun anew: {name}" for (name,) in lives]
+    if episodes.external:
+        twice = episodes.tool.twice()
+        counts["calls of a tool that was asked twice"] = len(twice)
+        found += [f"a tool was asked twice: episode, turn = {call}" for call in twice]
+    if not episodes.engines_hurt:
+        again = play.ask(site, _AGAIN)
+        counts["tokens generated again"] = sum(tokens for _, tokens in again)
+        found += [f"tokens were generated again: sample, tokens = {row}" for row in again]
+    facts["calls of the tool"] = len(episodes.tool.asked)
+    facts["turns"] = int(play.ask(site, "SELECT count(*) FROM turns")[0][0])
+    facts["calls of the tool in doubt"] = in_doubt = int(play.ask(site, _IN_DOUBT)[0][0])
+    return in_doubt
 
 
 def _final(site: DemoSite) -> list[tuple[int, str, bytes]]:

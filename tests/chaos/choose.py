@@ -16,6 +16,8 @@ WEIGHTS = {
     "rank": 1.5,
     "launcher": 0.5,
     "rewards": 0.5,
+    "gateway": 2.0,
+    "environment": 3.0,
     "postgres": 2.0,
     "backend": 1.5,
     "slurmctld": 1.0,

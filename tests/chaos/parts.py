@@ -67,10 +67,14 @@ def observe(site: DemoSite, run_toml: Path, postgres: PrivatePostgres | None) ->
             )
         elif module == "trainer.launch" and str(run_toml) in words:
             add("launcher", "launcher", pid)
+        elif module == "scavenger" and words[3:4] == ["gateway"] and str(run_toml) in words:
+            add("gateway", "gateway", pid)
     ranks = {process.pid for process in found if process.part == "rank"}
     for pid, words in python.items():
         if words[1:3] == ["-m", "trainer.algorithms.reward_worker"] and table[pid].ppid in ranks:
             add("rewards", "reward worker", pid)
+        elif "trainer.episodes.worker" in words and table[pid].ppid in ranks:
+            add("environment", "environment worker", pid)
     add("daemon", f"daemon of generation {site.generation} or later", site.daemon_pid)
     if postgres is not None:
         add("postgres", "postmaster", postgres.pid)

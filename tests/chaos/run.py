@@ -23,14 +23,14 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable
-from tests.chaos.audit import Audit, audit
+from tests.chaos.audit import Agents, Audit, audit
 from tests.chaos.choose import Planned, Process, plan, target
 from tests.chaos.faults import FullDisk, Hole, Lasting, Stopped, StoppedDaemon, StoppedTrainer
 from tests.chaos.parts import is_there, observe
 from tests.chaos.proxy import HOST, Proxy
 from tests.chaos.watch import Watcher
 from tests.private_postgres import PrivatePostgres
-from tests.system import play
+from tests.system import agents, play
 
 CHECK_INTERVAL_S = 0.05
 #: Silence is believed soon, so that a stopped engine's samples move within the run; many deaths are expected of every node.
@@ -40,13 +40,17 @@ STUCK_S = 150.0
 #: How long a fault waits for a process of its part; then it takes another part.
 MISSING_S = 10.0
 DISK_NBYTES = 96 << 20
+LOCAL_PARTS = ("daemon", "engine", "rank", "launcher", "rewards")
+#: Without the training job: an episode of a step that its successor takes anew has another name, and so other random numbers.
+EPISODE_PARTS = ("daemon", "engine", "gateway", "environment")
 
 
 @dataclass(frozen=True)
 class Options:
     """What a chaos run is asked for. The fault `disk` mounts a small file system for the state directory (needs root).
 
-    `local_parts`: those of them that run with any backend and database. `off_policy`: the run's `algorithm.max_off_policy_steps`.
+    `local_parts`: those of them that run with any backend and database; none named: all that the run has. `off_policy`: the run's
+    `algorithm.max_off_policy_steps`. `episodes`: the run's samples are episodes, whose tool has these `data.effects`; "" = they are not.
     """
 
     dir: Path
@@ -56,14 +60,15 @@ class Options:
     kinds: Collection[str] = ("kill",)
     backend: str = "local"
     database: str = "sqlite"
-    local_parts: Collection[str] = ("daemon", "engine", "rank", "launcher", "rewards")
+    local_parts: Collection[str] = ()
     pace: float = 10.0
     deadline_s: float = 1200.0
     off_policy: int = 0
+    episodes: str = ""
 
     @property
     def parts(self) -> set[str]:
-        found = set(self.local_parts)
+        found = set(self.local_parts or (EPISODE_PARTS if self.episodes else LOCAL_PARTS))
         if self.database == "postgres":
             found |= {"postgres", "backend"}
         return found | ({"slurmctld"} if self.backend == "slurm" else set())
@@ -113,32 +118,49 @@ class Chaos:
             self.postgres = stack.enter_context(PrivatePostgres()) if options.database == "postgres" else None
             self.site = stack.enter_context(DemoSite(self._site_options()))
             self.proxy = stack.enter_context(Proxy(self.site.state_dir))
-            self.run_toml = play.write_run(
-                self.site,
-                self.model,
-                run={
-                    "steps": options.steps,
-                    "poison_after": 100_000,
-                    "deterministic": not options.off_policy,
-                },
-                engine={"max_batch": 8 if options.off_policy else 4, "pace": options.pace},
-                reserved={"wake_after_s": 1.0},
-                algorithm={"max_off_policy_steps": options.off_policy, "kv": "keep"}
-                if options.off_policy
-                else {},
-            )
+            self.tool = stack.enter_context(agents.ToolServer().serving())
+            self.run_toml = self._write_run()
             self.tokens = sum(len(data) // 4 for data in reference.tokens.values())
             self.watcher = stack.enter_context(Watcher(self.site.ledger_url))
             stack.callback(self._end_faults)
             try:
                 self._daemon = self.site.daemon
-                self._job = play.submit(self.site, self.run_toml)
+                self._job = self._submit()
                 self._loop()
                 self._settle()
-                found = audit(self.site, self.watcher, reference, options.off_policy)
+                found = audit(self.site, self.watcher, reference, options.off_policy, self.agents())
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{self._logs()}") from error
             return Outcome(found, self.done, len(self.plan), self.own_ends, time.monotonic() - self._began)
+
+    def _write_run(self) -> Path:
+        options = self.options
+        run = {"steps": options.steps, "poison_after": 100_000, "deterministic": not options.off_policy}
+        engine = {"max_batch": 8 if options.off_policy else 4, "pace": options.pace}
+        reserved = {"wake_after_s": 1.0}
+        if options.episodes:
+            self._environment = agents.plain(self.model, self.tool, self.site.dir)
+            data = {"effects": options.episodes}
+            data |= {"on_doubt": "tell"} if options.episodes == "external" else {}
+            return agents.write_run(
+                self.site, self._environment, run=run, engine=engine, reserved=reserved, data=data
+            )
+        ahead = {"max_off_policy_steps": options.off_policy, "kv": "keep"} if options.off_policy else {}
+        return play.write_run(
+            self.site, self.model, run=run, engine=engine, reserved=reserved, algorithm=ahead
+        )
+
+    def _submit(self) -> int:
+        if self.options.episodes:
+            return agents.submit(self.site, self.run_toml, self._environment)
+        return play.submit(self.site, self.run_toml)
+
+    def agents(self) -> Agents | None:
+        """What the audit is to know of a run with episodes; None: it has none."""
+        if not self.options.episodes:
+            return None
+        hurt = any(not name.endswith((" daemon", " gateway", " environment")) for name in self.done)
+        return Agents(self.tool, self.options.episodes == "external", hurt)
 
     def _site_options(self) -> SiteOptions:
         return SiteOptions(
@@ -208,7 +230,7 @@ class Chaos:
         if why := self._job_lost():
             # a killed slurmctld refuses while it starts: then it is tried again at the next look
             with contextlib.suppress(ClusterError, ClusterUnavailable):
-                self._job = play.submit(self.site, self.run_toml)
+                self._job = self._submit()
                 self.say(f"{self._clock()} the training job {why}; submitted again as {self._job}")
 
     def _job_lost(self) -> str:
@@ -317,7 +339,7 @@ class Chaos:
             and self.options.backend == "local"
         ):
             self._lasting.append(StoppedTrainer(self.site, process, self._job))
-            self._job = play.submit(self.site, self.run_toml)
+            self._job = self._submit()
             self.say(f"{self._clock()} beside it the training job was submitted again as {self._job}")
         elif fault.kind == "stop":
             self._lasting.append(Stopped(self.site, process, fault.away_s))

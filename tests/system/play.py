@@ -38,9 +38,12 @@ ENDED = (
 
 @dataclass(frozen=True)
 class Result:
-    """What must not depend on who generated what: tokens by (step, prompt, index), and (reward, loss) by step, as the ledger has them."""
+    """What must not depend on who generated what: tokens by (step, prompt, index), and (reward, loss) by step, as the ledger has them.
 
-    tokens: dict[tuple[int, int, int], bytes]
+    Of a run with episodes, tokens by (step, prompt, index, turn).
+    """
+
+    tokens: dict[tuple[int, ...], bytes]
     steps: dict[int, tuple[str, str]]
 
     def until(self, last: int) -> Result:
@@ -267,7 +270,7 @@ def result(site: DemoSite) -> Result:
 def result_of(url: str) -> Result:
     """The same of a ledger that may be another host's. Nothing was consumed twice: neither a step nor a sample is there twice."""
     assert reports.check(url) == []
-    tokens: dict[tuple[int, int, int], bytes] = {}
+    tokens: dict[tuple[int, ...], bytes] = {}
     rows = ask_ledger(
         url,
         "SELECT g.step, g.prompt_index, s.sample_index, c.start_len, c.tokens FROM samples s JOIN groups g ON g.group_id = s.group_id "
@@ -278,6 +281,11 @@ def result_of(url: str) -> Result:
         key = (step, prompt, index)
         assert len(tokens.get(key, b"")) == 4 * start, f"sample {key} has a gap at {start}"
         tokens[key] = tokens.get(key, b"") + data
+    return Result(tokens, steps_of(url))
+
+
+def steps_of(url: str) -> dict[int, tuple[str, str]]:
+    """(reward, loss) of the steps that survived."""
     found = ask_ledger(
         url, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
     )
@@ -286,7 +294,7 @@ def result_of(url: str) -> Result:
         metrics = json.loads(text)
         assert step not in steps, f"step {step} survives twice"
         steps[step] = (f"{metrics['reward']:.9f}", f"{metrics['loss']:.9f}")
-    return Result(tokens, steps)
+    return steps
 
 
 def jobs_left(site: DemoSite) -> list[Job]:

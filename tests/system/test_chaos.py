@@ -10,7 +10,7 @@ import pytest
 from scavenger.demo.site import DemoSite, SiteOptions
 from tests.chaos.audit import audit, table
 from tests.chaos.run import Chaos, Options
-from tests.system import play
+from tests.system import agents, play
 
 pytestmark = pytest.mark.mpi
 
@@ -116,6 +116,46 @@ def test_kills_lose_nothing_of_what_is_generated_in_advance(
     assert found.facts["steps with tokens of older weights"] > 2, "hardly anything was generated in advance"
     strict = audit(site, chaos.watcher, undisturbed.until(8), off_policy=1)
     assert strict.counts["steps with tokens older than allowed"] > 0, "what would be found"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_ask_nothing_again(
+    tmp_path: Path, small_model: Path
+) -> None:
+    """Tools with effects outside: nobody hurts an engine, and so no token at all may be generated again."""
+    parts = ("daemon", "gateway", "environment")
+    options = Options(
+        tmp_path / "run", seed=190, kills=12, steps=5, local_parts=parts, episodes="external", pace=6.0
+    )
+    said: list[str] = []
+    with agents.ToolServer().serving() as tool:
+        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "reference", 5)
+    chaos = Chaos(options, small_model, said.append)
+    outcome = chaos.play(whole)
+    assert outcome.sound, "\n".join([*said, table("episodes", outcome.audit, dict(outcome.done))])
+    assert {f"kill {part}" for part in parts} <= outcome.done.keys()
+    # What would be found:
+    site, episodes = DemoSite(SiteOptions("local", chaos.options.dir)), chaos.agents()
+    assert episodes is not None
+    episodes.tool.asked.append(episodes.tool.asked[0])
+    with sqlite3.connect(site.state_dir / "ledger.sqlite3") as connection:
+        connection.execute("UPDATE samples SET regenerated = 3 WHERE sample_id = 1")
+    connection.close()
+    found = audit(site, chaos.watcher, whole, episodes=episodes)
+    assert found.counts["calls of a tool that was asked twice"] == 1
+    assert found.counts["tokens generated again"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_kills_of_everything_but_the_trainer_change_no_episode(tmp_path: Path, small_model: Path) -> None:
+    with agents.ToolServer().serving() as tool:
+        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "reference", 8)
+    options = Options(
+        tmp_path / "run", seed=191, kills=24, steps=8, kinds=("kill", "stop", "hole"), episodes="none"
+    )
+    _play(options, small_model, whole)
 
 
 @pytest.mark.long

@@ -27,8 +27,9 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -109,12 +110,22 @@ class Tasks:
         return hasher.hexdigest(16)
 
 
+class Player(Protocol):
+    """What plays episodes: `Environment`, or a test's own."""
+
+    def ready(self) -> wire.Ready: ...
+    def serving(self) -> AbstractAsyncContextManager[Any]: ...
+    async def play(self, ask: wire.Play, playing: Playing) -> wire.Played: ...
+
+
 class Environment:
     """The run's environment, and how one episode of it is played."""
 
     def __init__(self, setup: wire.Setup, relay: Relay, boxed: Boxed | None = None) -> None:
         """Raises `ConfigError` where it cannot be loaded."""
         check_version(_installed())
+        if boxed is not None or setup.effects == "external":
+            tools_by(relay, boxed=boxed is not None)
         self._setup, self._relay, self._boxed = setup, relay, boxed
         self.env, self.tasks = _loaded(setup)
 
@@ -122,38 +133,12 @@ class Environment:
         version = f"{self._setup.environment}@{_source(self._setup.environment)}"
         return wire.Ready(self.tasks.count, self.tasks.digest, version)
 
-    async def play(self, ask: wire.Play) -> wire.Played:
-        """One episode, from its set-up to its reward. Raises nothing but what ends this process."""
-        started = time.monotonic()
-        external = cast(OnDoubt, self._setup.on_doubt) if self._setup.effects == "external" else None
-        setting, seconds = cast(Setting, self._setup.on_divergence), self._setup.seconds
-        playing = self._relay.begin(ask.episode, ask.key, setting, external, seconds)
-        try:
-            played = await self._played(ask, playing)
-        except Exception as error:  # noqa: BLE001  the environment's own code
-            said = traceback.format_exc(limit=-3)
-            played = wire.Played(ask.episode, error=type(error).__name__, output=said)
-        finally:
-            self._relay.end(playing)
-        if playing.ended is not None:
-            reason = playing.ended.reason
-            played = wire.Played(
-                ask.episode,
-                error="" if playing.ended.again else reason,
-                again=reason if playing.ended.again else "",
-                gone=playing.ended.gone,
-                final=playing.ended.final,
-            )
-        if played.error and playing.recorder is not None and playing.recorder.any_asked:
-            played = msgspec.structs.replace(played, final=True)  # another try would ask its tools again
-        return msgspec.structs.replace(
-            played,
-            seconds=time.monotonic() - started,
-            seconds_model=playing.seconds,
-            note="; ".join(playing.notes),
-        )
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        """What all its episodes share, for as long as they are played."""
+        return cast(AbstractAsyncContextManager[Any], self.env.serving())
 
-    async def _played(self, ask: wire.Play, playing: Playing) -> wire.Played:
+    async def play(self, ask: wire.Play, playing: Playing) -> wire.Played:
+        """Play it, from its set-up to its reward. Raises what the environment's own code raises."""
         import verifiers.v1 as vf
 
         def begun(trace: Any) -> None:
@@ -277,6 +262,40 @@ def _source(name: str) -> str:
     return hasher.hexdigest(8)
 
 
+# ---------------------------------------------------------------- one episode
+
+
+async def one_episode(player: Player, relay: Relay, setup: wire.Setup, ask: wire.Play) -> wire.Played:
+    """From its set-up to its reward. Raises nothing but what ends this process."""
+    started = time.monotonic()
+    external = cast(OnDoubt, setup.on_doubt) if setup.effects == "external" else None
+    playing = relay.begin(ask.episode, ask.key, cast(Setting, setup.on_divergence), external, setup.seconds)
+    try:
+        played = await player.play(ask, playing)
+    except Exception as error:  # noqa: BLE001  the environment's own code
+        said = traceback.format_exc(limit=-3)
+        played = wire.Played(ask.episode, error=type(error).__name__, output=said)
+    finally:
+        relay.end(playing)
+    if playing.ended is not None:
+        reason = playing.ended.reason
+        played = wire.Played(
+            ask.episode,
+            error="" if playing.ended.again else reason,
+            again=reason if playing.ended.again else "",
+            gone=playing.ended.gone,
+            final=playing.ended.final,
+        )
+    if played.error and playing.recorder is not None and playing.recorder.any_asked:
+        played = msgspec.structs.replace(played, final=True)  # another try would ask its tools again
+    return msgspec.structs.replace(
+        played,
+        seconds=time.monotonic() - started,
+        seconds_model=playing.seconds,
+        note="; ".join(playing.notes),
+    )
+
+
 # ---------------------------------------------------------------- the process
 
 
@@ -309,6 +328,10 @@ def tools_by(relay: Relay, *, boxed: bool) -> None:
     vars(rollout)["serve_tools"] = through
 
 
+#: Makes a process's player, from what rank 0 says, its relay and its sandboxes.
+Load = Callable[[wire.Setup, Relay, Boxed | None], Player]
+
+
 async def _boxes(setup: wire.Setup) -> Boxed | None:
     """Sandboxes for plain processes, where the run has them. Raises `ConfigError` where there can be none."""
     told = setup.sandbox
@@ -327,7 +350,7 @@ def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], No
     came(None)
 
 
-async def serve(source: BinaryIO, out: BinaryIO) -> int:
+async def serve(source: BinaryIO, out: BinaryIO, load: Load) -> int:
     """Until the trainer closes its end. The exit code."""
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[wire.Setup | wire.Play | None] = asyncio.Queue()
@@ -346,19 +369,17 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
         boxed = await _boxes(setup)
-        if boxed is not None or setup.effects == "external":
-            tools_by(relay, boxed=boxed is not None)
-        environment = await asyncio.to_thread(Environment, setup, relay, boxed)
+        player = await asyncio.to_thread(load, setup, relay, boxed)
     except ConfigError as error:
         told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))
         return 2
     playing: set[asyncio.Task[None]] = set()
 
     async def play(ask: wire.Play) -> None:
-        told(await environment.play(ask))
+        told(await one_episode(player, relay, setup, ask))
 
-    async with relay.serving(), environment.env.serving():
-        told(environment.ready())
+    async with relay.serving(), player.serving():
+        told(player.ready())
         while (message := await inbox.get()) is not None:
             if isinstance(message, wire.Play):
                 task = asyncio.create_task(play(message))
@@ -370,7 +391,8 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
     return 0
 
 
-def main() -> int:
+def main(load: Load = Environment) -> int:
+    """`load`: what makes the player of this process, which may raise `ConfigError`."""
     die_with_parent()
     source = os.fdopen(os.dup(0), "rb")
     out = os.fdopen(os.dup(1), "wb")
@@ -379,7 +401,7 @@ def main() -> int:
     os.dup2(2, 1)  # what an environment prints
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        return asyncio.run(serve(source, out))
+        return asyncio.run(serve(source, out, load))
     return 0
 
 

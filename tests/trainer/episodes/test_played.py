@@ -16,6 +16,8 @@ import pytest
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.gateway import identity
+from scavenger.ledger import store
+from scavenger.ledger.read.prompts import whole_prompts
 from scavenger.protocol import messages
 from scavenger.protocol.messages import pack_logprobs, unpack_tokens
 from tests.gateway.conftest import SECRET, LiveGateway, worker
@@ -101,14 +103,20 @@ def one_group(live: LiveGateway, playing: EnvironmentPool) -> tuple[EpisodeRun, 
 
 
 def turns_of(live: LiveGateway) -> dict[str, list[tuple[list[int], int]]]:
-    """By episode: the prompt and the sample of each turn, in their order."""
+    """By episode: the whole prompt and the sample of each turn, in their order."""
     rows: Any = live.daemon.query(
-        "SELECT e.name, g.prompt, s.sample_id FROM episodes e JOIN turns u ON u.episode_id = e.episode_id "
-        "JOIN groups g ON g.group_id = u.group_id JOIN samples s ON s.group_id = u.group_id ORDER BY e.name, u.number"
+        "SELECT e.name, u.group_id, s.sample_id FROM episodes e JOIN turns u ON u.episode_id = e.episode_id "
+        "JOIN samples s ON s.group_id = u.group_id ORDER BY e.name, u.number"
     )
+    engine = store.open_readonly(live.daemon.url)
+    try:
+        with engine.connect() as connection:  # `groups.prompt` has what a turn adds to its parent's
+            prompts = whole_prompts(connection, [group for _, group, _ in rows])
+    finally:
+        engine.dispose()
     found: dict[str, list[tuple[list[int], int]]] = {}
-    for name, prompt, sample in rows:
-        found.setdefault(str(name), []).append((list(unpack_tokens(prompt)), int(sample)))
+    for name, group, sample in rows:
+        found.setdefault(str(name), []).append((list(unpack_tokens(prompts[group])), int(sample)))
     return found
 
 
