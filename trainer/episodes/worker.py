@@ -1,4 +1,5 @@
-"""An environment worker: the process that plays episodes with the package `verifiers`. Started by `trainer.episodes.pool` only.
+"""An environment worker: the process that plays episodes with the package `verifiers`, or those of an environment that is built in
+(`builtin.py`). Started by `trainer.episodes.pool` only.
 
     frames in (Setup, Play) --> Env.run_episode: the task's harness, tools and rewards, as the package runs them
                                     model calls --> TrainClient --> relay.py --> gateway
@@ -36,7 +37,7 @@ from blake3 import blake3
 
 from scavenger.errors import ConfigError
 from trainer.algorithms.rewards import framed, read_frame
-from trainer.episodes import branches, wire
+from trainer.episodes import branches, builtin, wire
 from trainer.episodes.boxed import Boxed, checked, installed, limits_of, plan_of
 from trainer.episodes.naming import Setting
 from trainer.episodes.relay import Playing, Relay
@@ -117,6 +118,11 @@ class Environment:
         check_version(_installed())
         self._setup, self._relay, self._boxed = setup, relay, boxed
         self.env, self.tasks = _loaded(setup)
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """While episodes are played."""
+        found: contextlib.AbstractAsyncContextManager[Any] = self.env.serving()
+        return found
 
     def ready(self) -> wire.Ready:
         version = f"{self._setup.environment}@{_source(self._setup.environment)}"
@@ -327,6 +333,13 @@ def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], No
     came(None)
 
 
+def _environment(setup: wire.Setup, relay: Relay, boxed: Boxed | None) -> Environment | builtin.BuiltIn:
+    """Raises `ConfigError`."""
+    if builtin.is_built_in(setup.environment):
+        return builtin.BuiltIn(setup, relay)
+    return Environment(setup, relay, boxed)
+
+
 async def serve(source: BinaryIO, out: BinaryIO) -> int:
     """Until the trainer closes its end. The exit code."""
     loop = asyncio.get_running_loop()
@@ -345,10 +358,11 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
         return 0
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
+        builtin.check(setup)
         boxed = await _boxes(setup)
         if boxed is not None or setup.effects == "external":
             tools_by(relay, boxed=boxed is not None)
-        environment = await asyncio.to_thread(Environment, setup, relay, boxed)
+        environment = await asyncio.to_thread(_environment, setup, relay, boxed)
     except ConfigError as error:
         told(wire.Ready(error=error.cause, remedy=error.remedy, output=error.quoted))
         return 2
@@ -357,7 +371,7 @@ async def serve(source: BinaryIO, out: BinaryIO) -> int:
     async def play(ask: wire.Play) -> None:
         told(await environment.play(ask))
 
-    async with relay.serving(), environment.env.serving():
+    async with relay.serving(), environment.serving():
         told(environment.ready())
         while (message := await inbox.get()) is not None:
             if isinstance(message, wire.Play):
