@@ -63,11 +63,11 @@ def _sum(said: str) -> str:
     return f"{int(found[1]) + int(found[2]):02d}" if found else "?"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_episodes_go_on_while_environment_workers_are_killed(tmp_path: Path) -> None:
     settings = dataclasses.replace(
         session.AGENT_SETTINGS,
-        steps=4,
+        steps=3,
         prompts_per_step=2,
         samples_per_prompt=4,
         eval_prompts=4,
