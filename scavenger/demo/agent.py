@@ -56,8 +56,8 @@ def changed(document: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 class WorkerKiller:
     """Kills the oldest of the run's environment workers every `every_s` seconds, without notice. `folder`: that the training job runs in.
 
-    It leaves them alone while they are fewer than `WORKERS`, or while another one may still be starting (`every_s` long): a job whose
-    only worker never came up ends.
+    It leaves them alone while they are fewer than `WORKERS`, while another one may still be starting (`every_s` / 2 long), and until a
+    step was taken since the last one: a run may not end because a slow machine plays no episode between two kills.
     """
 
     folder: Path
@@ -65,21 +65,21 @@ class WorkerKiller:
     killed: int = 0
     _seen: dict[int, float] = field(default_factory=dict)  # when each was seen first
     _last: float = 0.0
+    _steps: int = -1  # taken when the last one was killed
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, steps: int) -> None:
+        """`steps`: steps and evaluations taken so far."""
         found = workers_in(self.folder)
         self._seen = {pid: self._seen.get(pid, now) for pid in found}
         if self._last == 0.0:
             self._last = now
-        if (
-            now - self._last < self.every_s
-            or len(found) < WORKERS
-            or now - max(self._seen.values()) < self.every_s / 2
-        ):
+        if now - self._last < self.every_s or len(found) < WORKERS or steps <= self._steps:
+            return
+        if now - max(self._seen.values()) < self.every_s / 2:
             return
         oldest = min(found, key=lambda pid: (self._seen[pid], pid))
         processes.send([oldest], signal.SIGKILL)
-        self._last, self.killed = now, self.killed + 1
+        self._last, self._steps, self.killed = now, steps, self.killed + 1
 
 
 def workers_in(folder: Path) -> list[int]:

@@ -7,8 +7,8 @@ Boundary: reads the ledger only; knows neither the environment nor how an episod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -71,16 +71,16 @@ def read(engine: sa.Engine, tokenizer: Decoder) -> EpisodeFigures:
         prompts = whole_prompts(connection, [row["group_id"] for row in rows])
         samples = [row["sample_id"] for row in rows]
 
-        def named(text: str) -> Sequence[sa.Row[tuple[object, ...]]]:
+        def named(text: str) -> list[tuple[Any, ...]]:
             statement = sa.text(text).bindparams(sa.bindparam("sample_ids", expanding=True))
-            return connection.execute(statement, {"sample_ids": samples}).all()
+            return [tuple(row) for row in connection.execute(statement, {"sample_ids": samples})]
 
         said: dict[int, bytes] = {}
         for sample_id, tokens in named(queries.load("turn_tokens")):
-            said[sample_id] = said.get(sample_id, b"") + bytes(tokens)  # type: ignore[index, call-overload]
+            said[sample_id] = said.get(sample_id, b"") + bytes(tokens)
         engines: dict[int, list[EngineShare]] = {}
-        for sample_id, *share in named(resources.text("sql/demo/engines.sql")):
-            engines.setdefault(sample_id, []).append(EngineShare(*share))  # type: ignore[arg-type]
+        for sample_id, kind, node, start, end in named(resources.text("sql/demo/engines.sql")):
+            engines.setdefault(sample_id, []).append(EngineShare(kind, node, start, end))
     drawn_turns = tuple(
         DrawnTurn(
             row["number"],

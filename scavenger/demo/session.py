@@ -316,7 +316,7 @@ def _watch(
             if other_users is not None and trained_since is not None:
                 _arrive(site, other_users, now - trained_since)
             if killer is not None and trained_since is not None:
-                killer.look(now)
+                killer.look(now, len(seen.steps) if seen is not None else 0)
             phase = "training while others take GPUs back" if trained_since else "starting the training job"
             screen.show(seen, verdict.phase or phase)
             time.sleep(max(0.0, REFRESH_S - (time.monotonic() - now)))  # the display's frame rate

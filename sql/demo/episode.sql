@@ -2,7 +2,7 @@
 WITH chosen AS (
     SELECT u.episode_id
     FROM turns u JOIN samples s ON s.group_id = u.group_id
-    WHERE s.state = 'consumed'
+    WHERE s.state IN ('consumed', 'filtered', 'masked')
     GROUP BY u.episode_id
     ORDER BY CASE WHEN sum(s.moves) > 0 AND max(s.reward) > 0 THEN 1 ELSE 0 END DESC, sum(s.moves) DESC, count(*) DESC, u.episode_id
     LIMIT 1

@@ -140,8 +140,8 @@ class BuiltIn:
         finally:
             self._relay.end(playing)
         if (end := playing.ended) is not None:
-            error, again = ("", end.reason) if end.again else (end.reason, "")
-            played = wire.Played(ask.episode, error=error, again=again, gone=end.gone, final=end.final)
+            failed, again = ("", end.reason) if end.again else (end.reason, "")
+            played = wire.Played(ask.episode, error=failed, again=again, gone=end.gone, final=end.final)
         return msgspec.structs.replace(
             played,
             seconds=time.monotonic() - started,
