@@ -94,6 +94,12 @@ def demo(
         bool,
         typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step"),
     ] = False,
+    agent: Annotated[
+        bool,
+        typer.Option(
+            "--agent", help="episodes of several turns with a tool; environment workers are lost too"
+        ),
+    ] = False,
     preempt_every_s: Annotated[
         float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")
     ] = None,
@@ -105,8 +111,11 @@ def demo(
     from scavenger.demo import compare as comparison
     from scavenger.demo import session
 
-    options = session.DemoOptions(out)
-    chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
+    if compare and agent:
+        raise typer.BadParameter("--compare is of single completions: leave out --agent")
+    options = session.DemoOptions(out, agent=agent)
+    settings = session.AGENT_SETTINGS if agent else options.settings
+    chosen = dataclasses.replace(settings, seed=seed, steps=steps or settings.steps)
     every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
     options = dataclasses.replace(
         options,

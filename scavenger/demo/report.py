@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scavenger import resources
+from scavenger.demo.episode import EpisodeFigures, drawn
 from scavenger.demo.metrics import DemoMetrics, GpuCounts
 from scavenger.observe import plots
 
@@ -37,7 +38,10 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the ledger does not know: where things lie and how long it took. `waited_s`: the longest wait of another user's job."""
+    """What the ledger's figures do not say: where things lie and how long it took. `waited_s`: the longest wait of another user's job.
+
+    `episodes`: where agents were trained. `workers_killed`: environment workers that the demo killed.
+    """
 
     backend: str
     ledger_path: str
@@ -45,6 +49,8 @@ class Context:
     other_users_jobs: int
     other_users_waited_s: float | None
     grace_s: float
+    episodes: EpisodeFigures | None = None
+    workers_killed: int = 0
 
 
 def sparkline(values: list[float], width: int, top: float) -> str:
@@ -110,11 +116,13 @@ def line(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, step
 def summary(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]]:
     """The report's table, one (name, value) a line."""
     now, moves, steps = demo_metrics.now, demo_metrics.moves, demo_metrics.trained()
+    sample = "training samples" if context.episodes is None else "turns"
     rows = [
         ("cluster", context.backend),
         ("took", f"{context.took_s:.0f} s"),
         ("optimizer steps", str(len(steps))),
-        ("training samples", f"{moves.samples:,}, each delivered exactly once"),
+        *_episodes(demo_metrics, context),
+        (sample, f"{moves.samples:,}, each delivered exactly once"),
         (
             "",
             f"{moves.trained:,} trained on, {moves.filtered:,} filtered (all rewards of their group were equal)",
@@ -124,13 +132,16 @@ def summary(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]
         ("tokens salvaged", f"{now.tokens_salvaged:,}, evaluations included"),
         ("tokens generated again", f"{now.tokens_regenerated:,}"),
         (
-            "training samples moved",
+            f"{sample} moved",
             f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}",
         ),
     ]
     if context.other_users_waited_s is not None:
         waited = f"{context.other_users_waited_s:.1f} s at most, {context.other_users_jobs} jobs (GraceTime {context.grace_s:g} s)"
         rows.append(("other users waited", waited))
+    if context.episodes is not None and steps:
+        first, last = (s.metrics.get("turns_mean", 0.0) for s in (steps[0], steps[-1]))
+        rows.append(("turns of an episode", f"{first:.2f} in the first step, {last:.2f} in the last"))
     evaluations = demo_metrics.evaluations()
     if len(evaluations) >= 2:
         before, after = evaluations[0].metrics, evaluations[-1].metrics
@@ -146,6 +157,25 @@ def summary(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]
                     )
                 )
     return rows
+
+
+def _episodes(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]]:
+    """What agents' runs have besides."""
+    found = context.episodes
+    if found is None:
+        return []
+    total = {
+        name: sum(s.metrics.get(name, 0.0) for s in demo_metrics.steps)
+        for name in ("environment_workers_lost", "episodes_resumed")
+    }
+    return [
+        ("episodes", f"{found.episodes:,}, {found.turns / max(1, found.episodes):.2f} turns each"),
+        (
+            "environment workers lost",
+            f"{total['environment_workers_lost']:.0f} ({context.workers_killed} killed by the demo); "
+            f"{total['episodes_resumed']:.0f} episodes went on in another one",
+        ),
+    ]
 
 
 def queries(ledger_path: str) -> str:
@@ -183,6 +213,7 @@ def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str)
         ),
         salvaged=plots.bars([e.salvaged for e in demo_metrics.lost], "lost engine", "tokens"),
         lost=demo_metrics.lost,
+        episode=drawn(context.episodes.one) if context.episodes and context.episodes.one else "",
         start=start,
         queries=queries(context.ledger_path),
     )

@@ -25,10 +25,11 @@ from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.sandbox.sandbox import missing_slurm
-from scavenger.demo import metrics, report, training
+from scavenger.demo import agent, episode, metrics, report, training
 from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
+from scavenger.ledger.read.tokens import load_tokenizer
 
 REFRESH_S = 0.5
 LINE_S = 5.0
@@ -50,11 +51,17 @@ class DemoSettings:
     warmup_steps: int = 5
     window: float = 0.35
     deterministic: bool = True
+    warm_up_steps: int | None = None  # of the model that is made; None: as many as its task needs
+
+
+#: Of `--agent`: an episode has about four calls, each through relay, gateway and daemon.
+AGENT_SETTINGS = DemoSettings(steps=24, prompts_per_step=16, eval_prompts=128, pace=8.0, lr=3e-4)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = there are none.
+    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = there are none. `agent`: episodes of several turns, whose
+    environment workers are killed every `kill_every_s` seconds; 0: they are not.
 
     `time_limit_s`: for the training job to start, and from there for each of its steps: a slow machine takes long and is not stuck.
     """
@@ -67,6 +74,8 @@ class DemoOptions:
     max_engines: int = 3
     time_limit_s: float = 420.0
     policy: str = "predictive"
+    agent: bool = False
+    kill_every_s: float = 20.0
     settings: DemoSettings = field(default_factory=DemoSettings)
 
 
@@ -118,15 +127,14 @@ def choose_backend(wanted: str, console: Console) -> str:
 def run(options: DemoOptions, console: Console) -> int:
     """Run the demo; returns the exit status. Leaves no process, job or port behind, also after Ctrl-C."""
     started = time.monotonic()
+    if options.agent:
+        agent.check_packages()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     backend = choose_backend(options.backend, console)
     site_dir = out / time.strftime("run-%Y%m%d-%H%M%S")
     console.print(f"results go to {site_dir}")
-    with (
-        DemoModel(site_dir, options.settings.seed) as model,
-        Screen(console, options.settings.steps, started) as screen,
-    ):
+    with made_for(options, site_dir) as model, Screen(console, options.settings.steps, started) as screen:
         seen, context = run_demo(options, backend, site_dir, model, screen)
     _report(options, site_dir, seen, context, screen.picture, console)
     return 0
@@ -146,18 +154,28 @@ def run_demo(
         model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))
         other_users = _other_users(options, layout.nodes[1:], layout.gpus)
-        _watch(options, site, job, other_users, screen)
+        killer = (
+            agent.WorkerKiller(site.dir, options.kill_every_s)
+            if options.agent and options.kill_every_s
+            else None
+        )
+        _watch(options, site, job, other_users, screen, killer)
         engine = store.open_readonly(site.ledger_url)
         try:
             seen = metrics.read(engine)
+            played = (
+                episode.read(engine, load_tokenizer(str(model.path / "tokenizer.json")))
+                if options.agent
+                else None
+            )
         finally:
             engine.dispose()
     waited = max(other_users.waited.values(), default=None) if other_users else None
     ledger = str(site.state_dir / "ledger.sqlite3")
     took_s = time.monotonic() - screen.started
-    return seen, report.Context(
-        backend, ledger, took_s, len(other_users.waited) if other_users else 0, waited, options.grace_s
-    )
+    jobs = len(other_users.waited) if other_users else 0
+    killed = killer.killed if killer else 0
+    return seen, report.Context(backend, ledger, took_s, jobs, waited, options.grace_s, played, killed)
 
 
 class Screen:
@@ -201,23 +219,14 @@ class Screen:
 class DemoModel:
     """The demo's model, made by the trainer's own tool in a process of its own while the cluster boots."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, task: str = "sort", steps: int | None = None) -> None:
         self.path = directory / "model"
         self._log = directory / "model.log"
-        self._seed = seed
+        self._more = [f"--seed={seed}", f"--task={task}"] + ([] if steps is None else [f"--steps={steps}"])
 
     def __enter__(self) -> DemoModel:
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        argv = [
-            sys.executable,
-            "-m",
-            "trainer.tiny",
-            "make",
-            "--out",
-            str(self.path),
-            "--seed",
-            str(self._seed),
-        ]
+        argv = [sys.executable, "-m", "trainer.tiny", "make", "--out", str(self.path), *self._more]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -245,6 +254,12 @@ class DemoModel:
             )
 
 
+def made_for(options: DemoOptions, site_dir: Path) -> DemoModel:
+    """The model, as it is being made."""
+    settings, task = options.settings, agent.TASK if options.agent else "sort"
+    return DemoModel(site_dir, settings.seed, task, settings.warm_up_steps)
+
+
 def _write_run(options: DemoOptions, site: DemoSite, model: Path) -> Path:
     document = run_document(
         options.settings,
@@ -255,7 +270,7 @@ def _write_run(options: DemoOptions, site: DemoSite, model: Path) -> Path:
         max_engines=options.max_engines,
     )
     path = site.dir / "run.toml"
-    path.write_text(toml.dumps(document))
+    path.write_text(toml.dumps(agent.changed(document) if options.agent else document))
     return path
 
 
@@ -269,9 +284,17 @@ def _other_users(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> Oth
 
 
 def _watch(
-    options: DemoOptions, site: DemoSite, job: int, other_users: OtherUsersJobs | None, screen: Screen
+    options: DemoOptions,
+    site: DemoSite,
+    job: int,
+    other_users: OtherUsersJobs | None,
+    screen: Screen,
+    killer: agent.WorkerKiller | None = None,
 ) -> None:
-    """Refresh the display and play the other users until the run is finished. Raises `ScavengerError` as soon as it cannot be any more."""
+    """Refresh the display, play the other users and kill environment workers until the run is finished.
+
+    Raises `ScavengerError` as soon as it cannot be any more.
+    """
     engine = store.open_readonly(site.ledger_url)
     trained_since: float | None = None
     deadline, following = Deadline(options.time_limit_s, time.monotonic()), training.Training(job)
@@ -292,6 +315,8 @@ def _watch(
                 raise ScavengerError(late, f"look at {_log_of_failure(site.dir)}")
             if other_users is not None and trained_since is not None:
                 _arrive(site, other_users, now - trained_since)
+            if killer is not None and trained_since is not None:
+                killer.look(now, len(seen.steps) if seen is not None else 0)
             phase = "training while others take GPUs back" if trained_since else "starting the training job"
             screen.show(seen, verdict.phase or phase)
             time.sleep(max(0.0, REFRESH_S - (time.monotonic() - now)))  # the display's frame rate
@@ -384,10 +409,9 @@ def _report(
     console: Console,
 ) -> None:
     page, steps = site_dir / "report.html", options.settings.steps
+    subject = agent.SUBJECT if options.agent else "sorting digits"
     page.write_text(
-        report.html(
-            seen, context, "demo run", f"{steps} steps of GRPO on sorting digits, on {context.backend}"
-        )
+        report.html(seen, context, "demo run", f"{steps} steps of GRPO on {subject}, on {context.backend}")
     )
     with (site_dir / "display.txt").open("w") as file:
         picture = Console(record=True, width=118, file=file)
@@ -404,6 +428,11 @@ def _report(
         soft_wrap=True,
     )
     console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)
+    if context.episodes is not None:
+        if context.episodes.one is not None:
+            console.print("\n  One episode, turn by turn:", highlight=False, soft_wrap=True)
+            console.print(episode.drawn(context.episodes.one), highlight=False, markup=False, soft_wrap=True)
+        return
     command = f"{Path(sys.executable).parent / 'scavenger'} samples {RUN_NAME} --step 3 --config {site_dir / 'scavenger.toml'}"
     console.print(f"\n  And what the model said in step 3:\n{command}", highlight=False, soft_wrap=True)
 

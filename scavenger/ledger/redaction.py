@@ -49,6 +49,8 @@ METRICS = frozenset(
         "branches_mean",
         "episodes_replayed",
         "episodes_branched",
+        "episodes_resumed",
+        "environment_workers_lost",
         "seconds_episode",
         "seconds_episode_model",
         "samples_set_aside",

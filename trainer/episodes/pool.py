@@ -68,7 +68,8 @@ class EnvironmentPool:
         self._lost: dict[str, int] = {}  # by episode
         self._given_up: list[wire.Played] = []
         self._started = self._vain = 0
-        self.losses = 0
+        #: Workers that were lost, and episodes that another worker was given for that.
+        self.losses = self.resumed = 0
         self.ready = wire.Ready()
 
     def __enter__(self) -> Self:
@@ -205,6 +206,7 @@ class EnvironmentPool:
         for name, ask in worker.playing.items():
             self._lost[name] = self._lost.get(name, 0) + 1
             if self._lost[name] < MOST_LOST:
+                self.resumed += 1
                 self._waiting.append(ask)
             else:
                 why = f"its environment worker was lost {self._lost.pop(name)} times"

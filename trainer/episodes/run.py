@@ -79,6 +79,10 @@ class Daemon(Protocol):
 class Pool(Protocol):
     """`trainer.episodes.pool.EnvironmentPool`."""
 
+    @property
+    def losses(self) -> int: ...
+    @property
+    def resumed(self) -> int: ...
     def play(self, ask: wire.Play) -> None: ...
     def poll(self, timeout_s: float) -> list[wire.Played]: ...
 
@@ -208,6 +212,7 @@ class EpisodeRun:
         self._episodes: dict[int, _Episode] = {}  # not committed
         self._done: list[messages.GroupDone] = []
         self._looked_at = 0.0
+        self._lost_before = (0, 0)  # workers and episodes that the last commit told of
 
     # ---------------------------------------------------------------- as the daemon's run
 
@@ -436,10 +441,19 @@ class EpisodeRun:
             for taken in outcomes_of(outcome, episode.name, episode.played, episode.earlier)
         ]
         figures = metrics_of([one.played for one in mine if one.played is not None], mine)
-        metrics |= figures
+        metrics |= figures | self._lost_since()
         self._run.commit(step, version, (), metrics, purpose, ended, decisions)
         for episode in mine:
             del self._episodes[episode.id]
+
+    def _lost_since(self) -> dict[str, float]:
+        """Environment workers that were lost since the last commit, and the episodes that went on elsewhere."""
+        (workers, episodes), now = self._lost_before, (self._pool.losses, self._pool.resumed)
+        self._lost_before = now
+        return {
+            "environment_workers_lost": float(now[0] - workers),
+            "episodes_resumed": float(now[1] - episodes),
+        }
 
 
 def said(branch: wire.Branch) -> bytes:

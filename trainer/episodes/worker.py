@@ -1,4 +1,5 @@
-"""An environment worker: the process that plays episodes with the package `verifiers`. Started by `trainer.episodes.pool` only.
+"""An environment worker: the process that plays episodes with the package `verifiers`, or those of an environment that is built in
+(`builtin.py`). Started by `trainer.episodes.pool` only.
 
     frames in (Setup, Play) --> Env.run_episode: the task's harness, tools and rewards, as the package runs them
                                     model calls --> TrainClient --> relay.py --> gateway
@@ -37,7 +38,7 @@ from blake3 import blake3
 
 from scavenger.errors import ConfigError
 from trainer.algorithms.rewards import framed, read_frame
-from trainer.episodes import branches, wire
+from trainer.episodes import branches, builtin, wire
 from trainer.episodes.boxed import Boxed, checked, installed, limits_of, plan_of
 from trainer.episodes.naming import Setting
 from trainer.episodes.relay import Playing, Relay
@@ -350,6 +351,13 @@ def _frames(source: BinaryIO, came: Callable[[wire.Setup | wire.Play | None], No
     came(None)
 
 
+def _player(setup: wire.Setup, relay: Relay, boxed: Boxed | None) -> Player:
+    """Raises `ConfigError`."""
+    if builtin.is_built_in(setup.environment):
+        return builtin.BuiltIn(setup, relay)
+    return Environment(setup, relay, boxed)
+
+
 async def serve(source: BinaryIO, out: BinaryIO, load: Load) -> int:
     """Until the trainer closes its end. The exit code."""
     loop = asyncio.get_running_loop()
@@ -368,6 +376,7 @@ async def serve(source: BinaryIO, out: BinaryIO, load: Load) -> int:
         return 0
     relay = Relay(setup.endpoint, setup.name, setup.context_length)
     try:
+        builtin.check(setup)
         boxed = await _boxes(setup)
         player = await asyncio.to_thread(load, setup, relay, boxed)
     except ConfigError as error:
@@ -391,7 +400,7 @@ async def serve(source: BinaryIO, out: BinaryIO, load: Load) -> int:
     return 0
 
 
-def main(load: Load = Environment) -> int:
+def main(load: Load = _player) -> int:
     """`load`: what makes the player of this process, which may raise `ConfigError`."""
     die_with_parent()
     source = os.fdopen(os.dup(0), "rb")

@@ -48,17 +48,27 @@ def closeness(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     return right / max(len(answer), len(completion))
 
 
-def tokenizer() -> Tokenizer:
-    """One token a character, plus padding and the end of a completion."""
-    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(ALPHABET)}, unk_token=PAD))
+def characters(alphabet: tuple[str, ...]) -> Tokenizer:
+    """One token a character; the first two are padding and the end of a completion."""
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}, unk_token=PAD))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
     made.add_special_tokens([PAD, EOS])
     return made
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_characters(folder: Path, alphabet: tuple[str, ...]) -> None:
     """`tokenizer.json` and the little that Hugging Face's loaders want beside it."""
-    tokenizer().save(str(folder / "tokenizer.json"))
+    characters(alphabet).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def tokenizer() -> Tokenizer:
+    """Of this task."""
+    return characters(ALPHABET)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Of this task."""
+    write_characters(folder, ALPHABET)

@@ -99,6 +99,7 @@ def test_an_episode_that_ends_each_worker_is_given_up_and_the_others_are_not(tmp
         found = {p.episode: p.error for p in all_of(one, 2)}
         assert found["fine"] == ""
         assert "lost 5 times" in found["kills"]
+        assert (one.losses, one.resumed) >= (5, 4), "each loss but the last gave it to another worker"
 
 
 @pytest.mark.parametrize("effects", ["none", "external"])

@@ -24,6 +24,7 @@ class Script:
 
     attempt, last_step, next_version, reserved_order = 1, 0, 4, 0
     versions = ROOTS
+    losses = resumed = 0
 
     def __init__(self) -> None:
         self.fleet = messages.Fleet(0, 0, 0, 0, 0)
@@ -131,8 +132,10 @@ def test_what_is_committed_names_the_turns_that_a_step_took() -> None:
         messages.SampleOutcome(s.sample_id, "consumed", s.reward or 0.0, 0.5, "", "v") for s in whole.samples
     ]
     metrics: dict[str, float] = {}
+    script.losses, script.resumed = 1, 3
     run.commit(2, 2, outcomes, metrics)
     ((step, episodes, told),) = script.commits
+    assert (told["environment_workers_lost"], told["episodes_resumed"]) == (1.0, 3.0)
     assert step == 2
     assert [(one.episode, one.outcome, one.reward, one.reason) for one in episodes] == [
         ("train-2.0.0.0", "consumed", 1.0, "branched"),
@@ -140,6 +143,10 @@ def test_what_is_committed_names_the_turns_that_a_step_took() -> None:
     ]
     assert episodes[0].used == (named_request("train-2.0.0.0", "0.0"), named_request("train-2.0.0.0", "0.1"))
     assert (told["turns_mean"], told["branches_mean"], told["episodes_branched"]) == (2.0, 1.0, 1.0)
+    script.losses = 2
+    run.commit(2, 2, [], metrics, "eval")
+    told = script.commits[-1][2]
+    assert (told["environment_workers_lost"], told["episodes_resumed"]) == (1.0, 0.0), "told twice"
 
 
 def test_turns_of_other_weights_begin_another_life_and_equal_weights_do_not() -> None:

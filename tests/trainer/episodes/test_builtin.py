@@ -1,0 +1,132 @@
+"""The environment that is built in: its tasks and tool, what it refuses, and episodes of it in a real worker. Without `verifiers`."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from trainer import tiny
+from trainer.episodes import builtin
+from trainer.episodes.opening import rehearsed, setup_of
+from trainer.tasks import calculator
+from trainer.tasks.calculator import Ended, Observation
+
+
+def config(model: Path, **data: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 2, "state_dir": "/s", "out_dir": "/o"},
+            "model": {"path": model, "context_length": 64},
+            "sampling": {"max_tokens": 6},
+            "data": {"environment": "builtin:calculator", **data},
+        }
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the environment's tokenizer: no worker opens more of a model."""
+    calculator.write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def ids(text: str, *, ended: bool = True) -> list[int]:
+    return [calculator.ALPHABET.index(char) for char in text] + [tiny.EOS_ID] * ended
+
+
+def test_who_adds_one_number_after_another_has_the_reward_and_who_forgets_one_has_not() -> None:
+    for number in range(50):
+        terms = calculator.task(number)
+        *calls, answer = calculator.turns_of(terms)
+        displays = [calculator.replied(terms, turn, call) for turn, call in enumerate(calls, 1)]
+        assert displays == [Observation(f"{sum(terms[: n + 2]):02d}>") for n in range(len(calls))]
+        assert calculator.replied(terms, len(calls) + 1, answer) == Ended(1.0)
+        wrong = f"={(sum(terms) + 1) % 100:02d}"
+        assert calculator.replied(terms, 1, wrong) == Ended(0.0)
+
+
+@pytest.mark.parametrize("said", ["", "7+23", "07+23+11", "99+01", "=7", "=100", "\u0660\u0661+02"])
+def test_what_is_neither_a_sum_of_two_digits_nor_an_answer_costs_a_turn(said: str) -> None:
+    assert calculator.replied((7, 23, 11, 19), 1, said) == Observation(f"{calculator.REFUSED}>")
+    assert calculator.replied((7, 23, 11, 19), calculator.MOST_TURNS, said) == Ended(0.0, "max_turns")
+
+
+def test_models_are_warmed_up_with_none_of_the_environment_s_tasks() -> None:
+    tasks = {calculator.task(number) for number in range(calculator.TASKS)}
+    assert not tasks & {calculator.task(number, warm_up=True) for number in range(20_000)}
+    assert len(tasks) > calculator.TASKS * 0.95
+
+
+def test_a_demonstration_trains_what_the_model_says_and_nothing_else() -> None:
+    tokens, mask = tiny.demonstrated(3, 0.99)
+    text = "".join(calculator.ALPHABET[token] for token, mine in zip(tokens, mask, strict=True) if mine)
+    terms = calculator.task(3, warm_up=True)
+    assert text == "".join(f"{said}<eos>" for said in calculator.turns_of(terms))
+    guessed = tiny.demonstrated(3, 0.0)
+    forgot = tiny.demonstrated(3, tiny.GUESSES)
+    assert len(guessed[0]) < len(forgot[0]) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ({"environment": "builtin:chess"}, "'builtin:chess' is not built in"),
+        ({"environment_args": {"terms": 3}}, "data.environment_args does not go with"),
+        ({"renderer": {"name": "qwen3"}}, "data.renderer does not go with"),
+        ({"effects": "external"}, "data.effects does not go with"),
+        ({"sandbox": "bubblewrap"}, "data.sandbox does not go with"),
+    ],
+)
+def test_what_means_nothing_to_it_is_refused(data: dict[str, Any], why: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        builtin.check(setup_of(config(model, **data), "http://here"))
+
+
+def test_an_episode_is_played_by_a_worker_and_its_rows_are_the_model_s_own_tokens(model: Path) -> None:
+    """A model that always calls the calculator: five turns, of which the ends are what it said."""
+    tasks, played = rehearsed(config(model), ids("01+02"), print)
+    assert tasks.count == calculator.TASKS
+    assert (played.reward, played.finish, played.stopped_by) == (0.0, "length", "max_turns")
+    assert played.calls == tuple(f"0.{n}" for n in range(calculator.MOST_TURNS))
+    [row] = played.branches
+    assert list(array("i", row.prompt)) == ids(calculator.prompt(calculator.task(0)), ended=False)
+    whole, mask = list(array("i", row.completion)), list(row.mask)
+    said, heard = ids("01+02"), ids("03>", ended=False)
+    assert whole == [*((said + heard) * (calculator.MOST_TURNS - 1)), *said]
+    assert mask == [*(([1] * len(said) + [0] * len(heard)) * (calculator.MOST_TURNS - 1)), *([1] * len(said))]
+    assert row.trained == len(said) * calculator.MOST_TURNS == len(array("f", row.behaviour))
+
+
+def test_a_right_answer_is_rewarded_and_limits_of_the_run_end_an_episode(model: Path) -> None:
+    answer = f"={sum(calculator.task(0)):02d}"
+    _, played = rehearsed(config(model), ids(answer), print)
+    assert (played.reward, played.finish, len(played.calls), played.parts["answered"]) == (
+        1.0,
+        "stop",
+        1,
+        1.0,
+    )
+    _, played = rehearsed(config(model, episode_turns=2), ids("01+02"), print)
+    assert (played.reward, played.stopped_by, len(played.calls)) == (0.0, "max_turns", 2)
+    _, played = rehearsed(config(model, episode_tokens=7), ids("01+02"), print)
+    assert (played.stopped_by, len(played.calls)) == ("max_output_tokens", 2)
+
+
+def test_a_model_without_its_characters_is_refused_before_the_run_starts(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {k: v for k, v in tokenizer["model"]["vocab"].items() if k != "+"}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="has no tokens for"):
+        rehearsed(config(model), ids("="), print)
+
+
+def test_settings_of_verifiers_environments_are_not_looked_at(model: Path) -> None:
+    setup = setup_of(config(model), "http://here")
+    builtin.check(msgspec.structs.replace(setup, environment="chess", arguments='{"a": 1}'))
