@@ -198,3 +198,16 @@ def test_ranks_and_their_launcher_take_the_same_layers() -> None:
 
 def test_a_file_alone_is_read_as_ever(run: Path) -> None:
     assert configs.laid_over(RunConfig, run).document == tomllib.loads(RUN)
+
+
+def test_a_file_in_a_folder_that_may_not_be_looked_into_is_an_error_of_the_configuration(
+    tmp_path: Path,
+) -> None:
+    """As root's own folder is to the daemon's user. A name that is too long fails in the same way for root too."""
+    path = tmp_path / ("x" * 300) / "scavenger.toml"
+    for words in (["doctor", "--config", str(path)], ["simulate", "--live", "--config", str(path)]):
+        done = CliRunner().invoke(app, words)
+        error = done.exception
+        assert isinstance(error, ConfigError), error
+        assert error.cause.endswith("File name too long")
+        assert "a site's is its admin's: /etc/scavenger/scavenger.toml" in error.remedy

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,22 @@ def test_whose_rights_engines_have_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert f"engines   run as nobody, by {tmp_path}/s; their keys and logs are in {tmp_path}/e" in said
     assert "REFUSED  engines' user" in said
     assert "systemctl status scavenger-slurm-submit" in said
+
+
+def test_that_the_daemons_own_python_runs_no_engine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the Debian package has no torch: every engine would end at once, on a compute node."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    of_package = lambda name: None if name == "torch" else object()  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", of_package)
+    _, said = asked(written(tmp_path, cluster={"backend": "slurm"}))
+    assert (
+        f"engines' Python (WARNING: the daemon's, {sys.executable}, has no torch: name an environment" in said
+    )
+    for named in ({"python": "/shared/env/bin/python"}, {"container": "apptainer exec /shared/image.sif"}):
+        _, said = asked(written(tmp_path, cluster={"backend": "slurm"}, harvest=named))
+        assert "engines' Python (not looked at: `scavenger doctor --submit` tries it" in said
 
 
 def test_all_that_a_daemon_would_refuse_is_told_at_once(

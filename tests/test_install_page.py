@@ -84,7 +84,9 @@ def searched(tools: Path, *first: Path) -> str:
 
 def test_every_command_of_the_page_belongs_to_a_test() -> None:
     assert len(blocks(HEADING)) == 6
-    assert len(blocks("Debian and Ubuntu")) == 3, "tests/system/test_deb.py runs them"
+    assert len(blocks("Debian and Ubuntu")) == 6, (
+        "tests/system/test_deb.py and test_deb_first_engine.py run them"
+    )
     assert blocks("From a clone") == [
         "./scripts/quickstart             # from a bare machine to a finished run, nothing asked\n"
     ]

@@ -16,7 +16,7 @@ import typer
 
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
-from scavenger.config import DaemonConfig
+from scavenger.config import DaemonConfig, layers
 from scavenger.doctor.facts import SiteRequirements
 from scavenger.doctor.findings import SiteFinding
 from scavenger.errors import ConfigError
@@ -182,7 +182,7 @@ def _local(settings: DaemonConfig, wanted: SiteRequirements, submit: bool) -> Se
 
 
 def _settings(path: Path, partition: str) -> DaemonConfig:
-    if path.exists():
+    if layers.is_there(path):
         return config.read_daemon(path)
     if not partition:
         remedy = "name the partition to harvest (--partition NAME), or the daemon's configuration (--config, SCAVENGER_CONFIG)"

@@ -300,13 +300,17 @@ def _is_local(beside: Path | None) -> bool:
     )
 
 
+def _lacks() -> list[str]:
+    """What training and engines import, and this Python has not: that of the Debian package is the daemon's alone."""
+    return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+
+
 def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
     """Run `python -m trainer.prepare` and end with its status where it refuses. `quiet`: what it printed is returned, and not shown."""
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := _lacks():
         raise ConfigError(
             f"this Python ({sys.executable}) has no {' and no '.join(missing)}",
-            'pip install ".[trainer]" in a clone',
+            "use the environment of the site that trains (docs/install.md), or make one: pip install '.[trainer]' in a clone",
         )
     at_hand = Path(
         os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG
@@ -362,7 +366,8 @@ def _ask_slurm(partition: str) -> Proposal:
 
     user = user_name()
     try:
-        return proposal.propose(collect.gather(SiteRequirements(partition, user=user)), user, partition)
+        facts = collect.gather(SiteRequirements(partition, user=user))
+        return proposal.propose(facts, user, partition, _lacks())
     except Missing as missing:
         raise ConfigError(f"Slurm cannot be asked: {missing}", missing.remedy) from missing
 

@@ -330,7 +330,9 @@ def _decide_live(config_path: Path, partition: str, gpus: int, engines: int | No
 
 def _configured(path: Path) -> bool:
     """Whether there is a configuration, or should be one: a path that was given must exist."""
-    return path != DEFAULT_CONFIG or path.exists()
+    from scavenger.config import layers
+
+    return path != DEFAULT_CONFIG or layers.is_there(path)
 
 
 def _log_warnings_only() -> None:

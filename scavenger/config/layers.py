@@ -23,6 +23,8 @@ from scavenger.errors import ConfigError
 COMMAND_LINE = "--set"
 #: Several files in one argument or variable stand behind one another, as in PATH.
 SEPARATOR = ":"
+#: Where a site's package and pages have the daemon's configuration; it is read where it is named, never by itself.
+SITE_CONFIG = Path("/etc/scavenger/scavenger.toml")
 
 Document = dict[str, Any]
 
@@ -54,6 +56,17 @@ def files_of(path: Path, over: Sequence[Path] = ()) -> tuple[Path, ...]:
     return (*(Path(part) for part in str(path).split(SEPARATOR) if part), *over) if several else (path, *over)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file, or there may be one in a folder that this user may not enter: reading it says why."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def read(path: Path) -> Document:
     """One file. Raises `ConfigError`."""
     try:
@@ -61,7 +74,9 @@ def read(path: Path) -> Document:
     except OSError as error:
         remedy = "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
         if path.name == "scavenger.toml":  # who joined a site is not to make another one
-            remedy += " for a daemon of your own, a site's is its admin's"
+            remedy += (
+                f" for a daemon of your own, a site's is its admin's: {SITE_CONFIG}, as the daemon's user"
+            )
         raise ConfigError(f"{path}: {error.strerror}", remedy) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error

@@ -7,8 +7,10 @@ Owns the order of the checks and their words; each asks the part that the daemon
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -240,6 +242,7 @@ def check(config: DaemonConfig) -> Iterator[StartFinding]:
     yield _ask("ledger", lambda: _ledger(config))
     if config.harvest.enabled:
         yield _ask("job template", lambda: _template(config))
+        yield _ask("engines' Python", lambda: _python(config))
         yield _ask("engines' user", lambda: _engines(config))
         yield _ask("cluster and partition", lambda: _cluster(config))
 
@@ -293,6 +296,19 @@ def _template(config: DaemonConfig) -> None:
     probe = Submit(0, "probe", config.harvest.partition, 1, "")
     job_spec(
         config, read_template(config.harvest.job_template), config.cluster.backend, "probe", "probe", probe
+    )
+
+
+def _python(config: DaemonConfig) -> str:
+    """What compute nodes have, only a job tells; that the daemon's own Python will not do can be seen here."""
+    if config.harvest.python or config.harvest.container:
+        return "not looked at: `scavenger doctor --submit` tries it on a compute node"
+    lacks = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if not lacks:
+        return ""
+    return (
+        f"WARNING: the daemon's, {sys.executable}, has no {' and no '.join(lacks)}: name an environment of the compute nodes in "
+        "harvest.python, or an image in harvest.container (docs/install.md)"
     )
 
 

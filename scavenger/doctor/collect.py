@@ -47,7 +47,7 @@ def accounting_questions(wanted: SiteRequirements, cluster: str) -> Mapping[str,
             "format=User,AdminLevel",
         ],
         "engines admin": [*quiet, "user", wanted.user, "format=User,DefaultAccount,AdminLevel"],
-        "accounts": [*quiet, "assoc", f"user={wanted.user}", "format=Account"],
+        "accounts": [*quiet, "assoc", f"user={wanted.user}", "format=Account,DefaultQOS"],
         "associations": [*quiet, "assoc", f"cluster={cluster}", f"format={','.join(ASSOCIATION_FIELDS)}"],
     }
 

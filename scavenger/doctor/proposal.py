@@ -42,9 +42,10 @@ class Proposal:
         return next((one.value for one in self.keys if one.key == key), None)
 
 
-def propose(facts: SiteFacts, user: str, partition: str = "") -> Proposal:
+def propose(facts: SiteFacts, user: str, partition: str = "", lacks: Sequence[str] = ()) -> Proposal:
     """Raises `ConfigError` where no partition, or not `partition`, may be harvested: its remedy has lines for slurm.conf. Raises `Missing`
-    where Slurm did not answer. `user`: of the daemon. `partition`: one that the admin chose, "" for the best."""
+    where Slurm did not answer. `user`: of the daemon. `partition`: one that the admin chose, "" for the best. `lacks`: what engines import
+    and the daemon's own Python has not."""
     info = _info(facts, user)
     qos = _choose_qos(info)
     part, why = _choose_partition(facts, info, qos, partition)
@@ -58,7 +59,13 @@ def propose(facts: SiteFacts, user: str, partition: str = "") -> Proposal:
         why = "Slurm has AuthType=auth/munge: a user who joins shows by MUNGE who it is"
         keys.append(Proposed("owners.proof", "munge", why))
     to_do = ["owners.groups or owners.users: who may train; only the daemon's user until one is set"]
-    account, left = _account(facts, part, user)
+    if lacks:
+        to_do.insert(
+            0,
+            "harvest.python: an environment on the compute nodes with [trainer], or harvest.container: this Python has no "
+            + " and no ".join(lacks),
+        )
+    account, left = _account(facts, part, user, by_qos=qos is not None)
     keys += account
     to_do += left
     keys += _privacy(facts, info, user)
@@ -186,8 +193,10 @@ def _slurm_conf(facts: SiteFacts, info: ClusterInfo, gpus: dict[str, int]) -> st
         if other.nodes & part.nodes and other.priority_tier <= max(tier, 0)
     )
     more = f", raise PriorityTier of {', '.join(raised)} to 1" if raised else ""
-    return f"add to slurm.conf{more}, `scontrol reconfigure`, and run this again:\n    " + "\n    ".join(
-        lines
+    alone = "with AllowAccounts= or AllowGroups= of the daemon's user alone (docs/admin.md)"
+    return (
+        f"add to slurm.conf{more}, {alone}, `scontrol reconfigure`, and run this again:\n    "
+        + "\n    ".join(lines)
     )
 
 
@@ -230,7 +239,10 @@ def _sizes(part: Partition, nodes: Sequence[Node]) -> list[Proposed]:
 # ---------------------------------------------------------------- who pays, who sees
 
 
-def _account(facts: SiteFacts, part: Partition, user: str) -> tuple[list[Proposed], list[str]]:
+def _account(
+    facts: SiteFacts, part: Partition, user: str, *, by_qos: bool
+) -> tuple[list[Proposed], list[str]]:
+    """The account of engines' jobs, and the QOS that they have there unless another is chosen (`by_qos`: one was)."""
     if not facts.accounting:
         return [], []
     enforced = any(
@@ -238,9 +250,13 @@ def _account(facts: SiteFacts, part: Partition, user: str) -> tuple[list[Propose
         for word in facts.words("AccountingStorageEnforce")
     )
     try:
-        accounts = tuple(dict.fromkeys(line.split("|")[0] for line in facts.text("accounts").split() if line))
+        rows = [line.split("|") for line in facts.text("accounts").split()]
     except Missing as missing:
         return [], [f"harvest.account: slurmdbd was not read ({missing})"]
+    defaults = {
+        account: rest[0] if rest else "" for account, *rest in rows
+    }  # each account, and its default QOS
+    accounts = tuple(defaults)
     allowed = facts.partition_words(part.name).get("AllowAccounts", "ALL")
     may = [name for name in accounts if allowed == "ALL" or name in allowed.split(",")]
     if not accounts:
@@ -254,13 +270,18 @@ def _account(facts: SiteFacts, part: Partition, user: str) -> tuple[list[Propose
         return [], [
             f"harvest.account: {part.name} has AllowAccounts={allowed}, and {user} is in {', '.join(accounts)}"
         ]
-    return [
+    found = [
         Proposed(
             "harvest.account",
             may[0],
             f"{user} is in it" + (f", and in {', '.join(may[1:])}" if may[1:] else ""),
         )
-    ], []
+    ]
+    if not by_qos and (default := defaults[may[0]]):
+        found.append(
+            Proposed("harvest.qos", default, f"{user}'s default there; doctor checks the one that is named")
+        )
+    return found, []
 
 
 def _privacy(facts: SiteFacts, info: ClusterInfo, user: str) -> list[Proposed]:

@@ -458,6 +458,7 @@ def harm(connection: sa.Connection) -> Page:
     given = queries.load_report("harvested_gpu_hours_by_user")
     waits = queries.bounded(queries.load_report("other_users_waits"), questions.MOST_WAITS, None)
     by_day, by_partition = queries.load_report("other_users_waiting"), filled(questions.WAITS_BY_DAY)
+    preempted = filled(questions.PREEMPTIONS_BY_DAY)
     return Page(
         "Harm",
         (
@@ -477,7 +478,13 @@ def harm(connection: sa.Connection) -> Page:
                 waits,
                 ask(connection, waits),
                 note="Waits that a poll saw while we held GPUs in the job's partitions; not every one is due to us. "
-                "The ledger has no other waits.",
+                "The ledger has no other waits: one that began and ended between two polls is in sacct alone, to the second.",
+            ),
+            table_of(
+                "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",
+                preempted,
+                ask(connection, preempted)[: questions.MOST_WAITS],
+                note="whatever the polls saw; Slurm's times are whole seconds",
             ),
             table_of("GPU-hours given, by user", given, ask(connection, given)[: questions.MOST_WAITS]),
         ),

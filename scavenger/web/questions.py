@@ -154,6 +154,21 @@ SELECT d.day_utc, w.partition, count(*) AS waits, sum(w.open) AS still_waiting, 
 FROM waits w JOIN v_days d ON d.day = w.day
 GROUP BY d.day_utc, w.partition ORDER BY d.day_utc DESC, w.partition"""
 
+PREEMPTIONS_BY_DAY = """-- Harvested allocations that Slurm preempted, by day (UTC); "kept": the GPUs were ours after the engine left.
+WITH ended AS (
+  SELECT (CAST(h.ended_at AS bigint) - CASE WHEN CAST(h.ended_at AS bigint) > h.ended_at THEN 1 ELSE 0 END) / 86400 AS day,
+         CASE WHEN w.notice THEN 1 ELSE 0 END AS with_notice,
+         COALESCE(w.salvaged, 0) AS salvaged, COALESCE(w.regenerated, 0) AS regenerated,
+         CASE WHEN w.notice THEN CASE WHEN h.ended_at > w.left_at THEN h.ended_at - w.left_at ELSE 0 END END AS kept_s
+  FROM v_gpu_allocations h LEFT JOIN v_workers w ON w.intent_id = h.intent_id AND w.incarnation = h.restart_count
+  WHERE h.ended_at IS NOT NULL AND h.reason = 'preempted'
+)
+SELECT d.day_utc, count(*) AS preempted, sum(e.with_notice) AS engines_with_notice,
+       round(CAST(avg(e.kept_s) AS numeric), 1) AS mean_kept_s, round(CAST(max(e.kept_s) AS numeric), 1) AS longest_kept_s,
+       sum(e.salvaged) AS tokens_salvaged, sum(e.regenerated) AS tokens_regenerated
+FROM ended e JOIN v_days d ON d.day = e.day
+GROUP BY d.day_utc ORDER BY d.day_utc DESC"""
+
 DECISIONS = """-- Decisions before one, newest first.
 SELECT id, at, policy, action, subject, code, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
 

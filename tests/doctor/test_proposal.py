@@ -42,6 +42,19 @@ def test_the_partition_that_all_others_may_preempt_is_taken_with_its_sizes() -> 
         "owners.groups or owners.users",
         "harvest.max_engines",
     ]
+    assert propose(sole(), "scavenger", lacks=["torch", "transformers"]).open == (
+        "harvest.python: an environment on the compute nodes with [trainer], or harvest.container: this Python has no torch "
+        "and no transformers",
+        *found.open,
+    )
+
+
+def test_the_qos_that_engines_have_by_default_is_named_so_that_doctor_looks_at_it() -> None:
+    """A site that preempts by partition bounds engines by a QOS all the same (docs/admin.md)."""
+    answers = qos_lines(LOW, NORMAL) | {"accounts": CommandOutput("scavenger|scavenge\n")}
+    assert values(propose(sole(DBD, answers), "scavenger"))["harvest.qos"] == "scavenge"
+    answers["accounts"] = CommandOutput("scavenger|\n")
+    assert "harvest.qos" not in values(propose(sole(DBD, answers), "scavenger"))
 
 
 def test_a_partition_whose_jobs_none_preempts_is_not_proposed_beside_one_that_gives_way() -> None:

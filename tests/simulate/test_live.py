@@ -59,6 +59,7 @@ def test_the_limits_are_the_policy_s_and_are_named() -> None:
     assert (found.fit, submits(found)) == (11, 2)
     assert "9 engines wanted" in found.decision.reason
     assert "max_pending = 2 is reached" in found.decision.reason
+    assert "0 wait; 2 to submit; " in found.decision.reason
 
 
 def test_gpus_that_others_wait_for_are_not_idle_for_us() -> None:

@@ -123,7 +123,7 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     assert size < MAX_INSTALLED_KIB
     host = hosts["ctl"]
     before, accounts = paths(host), host.run("getent", "passwd")
-    installing, *setting_up = block("Debian and Ubuntu", 1)
+    installing, *setting_up = block("Debian and Ubuntu", 3)
     assert installing.split()[:2] == ["apt-get", "install"]
 
     began = time.monotonic()
@@ -140,7 +140,9 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     assert host.run("find", "/opt/scavenger", "-name", "torch*") == ""
 
     for command in setting_up:
-        host.run("bash", "-euc", command, timeout_s=120.0)
+        # no environment of engines is here: test_deb_first_engine.py goes on to one
+        if not command.startswith("editor ") and "doctor" not in command:
+            host.run("bash", "-euc", command, timeout_s=120.0)
     assert serves(host)(), "systemctl enable --now returns when it serves"
     pid = unit(host, "MainPID")
     assert host.run("ps", "-o", "user=", "-p", pid).strip() == "scavenger"
@@ -156,7 +158,7 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     assert host.run("cat", "/etc/scavenger/scavenger.toml") == configured
     assert "sound" in host.run(*AS_USER, "ledger", "check", env=CONFIG)
 
-    remove, purge = block("Debian and Ubuntu", 2)
+    remove, purge = block("Debian and Ubuntu", 5)
     apt(host, *remove.split()[1:])
     assert unit(host, "ActiveState") == "inactive"
     assert host.run("pgrep", "-u", "scavenger", check=False) == ""

@@ -203,3 +203,27 @@ def test_the_command_writes_a_file(tmp_path: Path) -> None:
 
 def test_one_file_without_pages_is_a_page_too() -> None:
     assert "</html>" in "".join(render.one_file({}, "<b>"))
+
+
+def test_harm_counts_what_slurm_preempted_though_no_poll_saw_anybody_wait(tmp_path: Path) -> None:
+    """A user who had his GPUs within a second is in no poll, and the page said `none`: tried on a new site."""
+    begin = T0 + 5 * 86_400
+    taken: list[r.Record] = []
+    for n, notice, left, ended in (
+        (41, True, 100.0, 102.0),
+        (42, True, 203.0, 203.0),
+        (43, False, 300.0, 299.0),
+    ):
+        taken += [
+            r.JobIntended(f"j{n}", 1, "scavenge", 1, f"k{n}", begin),
+            r.AllocationStarted(f"j{n}", 0, 900 + n, "gpu1", 1, begin + 1.0),
+            r.WorkerJoined(n, 1, "harvested", f"j{n}", f"s{n}", 0, 900 + n, "gpu1", 1, "vllm", begin + 2.0),
+            r.WorkerLeft(n, "preempted", notice, 1, 7, 0 if notice else 5, begin + left),
+            r.AllocationEnded(f"j{n}", 0, "preempted", begin + ended),
+        ]
+    url = ledger(tmp_path, more=[taken])
+    with reading(store.open_readonly(url)) as connection:
+        (panel,) = [one for one in pages.harm(connection).panels if "Slurm preempted" in one.title]
+    day = time.strftime("%Y-%m-%d", time.gmtime(begin))
+    said = [cell if isinstance(cell, str) else cell.text for cell in panel.body[0]]
+    assert said == [day, "3", "2", "1", "2", "21", "5"]

@@ -293,6 +293,16 @@ def _share(want: Demand, limits: HarvestLimits) -> str:
     return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
 
 
+#: What is done to jobs, as a decision's summary counts it.
+_TO_DO: Mapping[type[Action], str] = {
+    Submit: "to submit",
+    Release: "to release",
+    DrainAllocated: "to drain",
+    CancelPending: "pending to cancel",
+    Cancel: "to cancel",
+}
+
+
 def _summary(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[OurJob], why: str) -> str:
     replaced = {action.intent_id for action in actions if isinstance(action, CancelPending)}
     kept = [job for job in serving if job.intent_id not in replaced]
@@ -301,8 +311,8 @@ def _summary(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[
     words = [f"{total} engines wanted, {engines} run, {pending} wait"]
     if not total:
         words += sorted({f"{d.run}: {d.reason}" for d in facts.demand}) or ["no run is open"]
-    counts = Counter(type(action).__name__ for action in actions)
-    words += [f"{name} {counts[name]}" for name in sorted(counts)]
+    counts = Counter(type(action) for action in actions)
+    words += [f"{counts[kind]} {what}" for kind, what in _TO_DO.items() if counts[kind]]
     words += [why] if why else []
     words += (
         [f"no voluntary preemption: {limits.restrictions.hidden}"]
