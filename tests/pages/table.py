@@ -215,7 +215,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         'sacctmgr -i add account scavenger Description="idle GPUs" Organization=site': Here(
             needs=("no_accounts",)
         ),
-        "sacctmgr -i add qos scavenge": Here(),
+        "sacctmgr -i add qos scavenge": Here(put={"qos scavenge": "qos another"}),
         "sacctmgr -i modify qos scavenge set UsageFactor=0 Priority=0 MaxTRESPerUser=gres/gpu=64 MaxSubmitJobsPerUser=70": Here(
             says="Modified qos"
         ),
@@ -342,7 +342,7 @@ wait %1""": By(
         "scavenger keys rotate-server": SERVED,
         "systemctl restart scavenger": Here(),
         "scavenger keys rotate-owner": SERVED,
-        "scavenger keys retire NAME": Here(put={"NAME": "root"}, says="root"),
+        "scavenger keys retire NAME": Here(put={"NAME": "root"}, says="retired"),
         "scavenger ledger report events --format csv | grep engine_set_aside": Here(
             needs=("served",), says="gpu02"
         ),

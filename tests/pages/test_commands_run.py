@@ -22,7 +22,7 @@ from tests.pages.place import Place
 from tests.pages.table import PAGES, QUOTED, By, Entry, Here, Not
 from tests.system.play import wait_for
 
-SERVICES = (pytest.mark.slurm, pytest.mark.accounting, pytest.mark.postgres)
+SERVICES = (pytest.mark.slurm, pytest.mark.accounting, pytest.mark.postgres, pytest.mark.timeout(900))
 #: Commands that no test can run, at most: a page that needs another one had better show something else.
 MOST_NOT = 35
 
@@ -146,6 +146,8 @@ class Settings:
         """As docs/simulate.md has them made, of this Slurm: some jobs with GPUs have ended on it."""
         if not (folder / "dump.txt").exists():
             self._well("for i in 1 2 3; do srun -p normal --gpus=4 sleep 1; done")
+            ended = "sacct -n -X -r normal -s CD -S now-1hours | wc -l"
+            wait_for("slurmdbd knows of them", lambda: int(self._well(ended)) >= 3, 60)
             for text in PAGES["docs/simulate.md"]:
                 if text.endswith(("> dump.txt", "> nodes.txt")):
                     self._well(text, f"docs/{folder.name}.md")
@@ -243,8 +245,10 @@ def test_the_commands_of_a_page_run_in_its_order(place: Place, page: str) -> Non
     play(place, page, PAGES[page])
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.accounting
+@pytest.mark.timeout(900)
 def test_the_commands_that_prose_quotes_run(place: Place) -> None:
     play(place, "prose", QUOTED)
 
