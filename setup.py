@@ -30,7 +30,7 @@ BASE = [
     "typer>=0.12",
     "xxhash>=3.4",
 ]
-# Token ids as text: scavenger/ledger/read/tokens.py, scavenger/gateway/prompts.py. It brings a client of a model hub.
+# Token ids as text: scavenger/ledger/read/tokenizer.py, scavenger/gateway/prompts.py. It brings a client of a model hub.
 TEXT = ["tokenizers>=0.19"]
 # What pulls and publishes weights: scavenger/weights/delta.py.
 WEIGHTS = ["zstandard>=0.22"]

@@ -267,7 +267,7 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
             ("scavenger/gateway/app.py", "starlette"),
             ("scavenger/gateway/app.py", "uvicorn"),
             ("scavenger/gateway/prompts.py", "tokenizers"),
-            ("scavenger/ledger/read/tokens.py", "tokenizers"),
+            ("scavenger/ledger/read/tokenizer.py", "tokenizers"),
             ("scavenger/weights/delta.py", "zstandard"),
             ("scavenger/observe/otlp.py", "opentelemetry"),
             ("scavenger/web/app.py", "starlette"),

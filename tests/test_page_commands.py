@@ -1,6 +1,6 @@
 """Commands that the pages show exist as they are written: the command, each of its options, and no argument too many.
 
-They are parsed, not run: what they do is other tests' affair, and most need a site.
+They are parsed here, on every page; tests/pages runs them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reader import SampleRow
-from scavenger.ledger.read.tokens import Decoder, load_tokenizer
+from scavenger.ledger.read.tokenizer import Decoder, load_tokenizer
 from scavenger.printable import escaped, printable
 
 #: What samples are sorted by. One that has no such value comes last.

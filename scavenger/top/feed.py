@@ -27,6 +27,7 @@ from scavenger.host.user import user_name
 from scavenger.ledger import queries
 from scavenger.ledger.read import tokens
 from scavenger.ledger.read.reader import connected
+from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.observe import status
 from scavenger.top import text
 from scavenger.top.view import DaemonFacts, Inputs, LedgerFacts, Row
@@ -126,7 +127,7 @@ class SiteFeed:
         except ScavengerError as error:
             return [("prompt and completion", [_said(error)])]
         try:
-            decode = tokens.load_tokenizer(tokenizer).decode
+            decode = load_tokenizer(tokenizer).decode
             shown = [decode(found[name], skip_special_tokens=False) for name in ("prompt", "tokens")]
         except Exception as error:  # noqa: BLE001 - the file is a run's own, and the library raises bare exceptions
             why = _said(error) if isinstance(error, ScavengerError) else f"{tokenizer} cannot be read"

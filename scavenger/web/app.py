@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import math
@@ -18,10 +19,10 @@ import resource
 import secrets
 import socket
 import stat
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 MOST_CACHED, MOST_VIEWERS = 64, 100
+#: Pages that are built at a time, each in a thread; of them such as take long.
+MOST_BUILT, MOST_LONG = 16, 2
 #: A cookie's life, and how many there are at once: of older ones the token is asked again.
 SESSION_S, MOST_SESSIONS = 12 * 3600.0, 1_000
 #: Names of this host in an address.
@@ -175,14 +178,29 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
+@dataclasses.dataclass(eq=False)
+class _Building:
+    """A page that is being built, for all who ask until the ledger changes. `reads_since`: `Site._forgotten` when it began to read the
+    ledger; None while it waits for a thread, or for the one `before`, which reads what was there before a change."""
+
+    before: _Building | None
+    reads_since: int | None = None
+    task: asyncio.Task[str] | None = None
+
+
 class Site:
-    """Pages of one ledger, each read at most once between two changes. May be used by several threads."""
+    """Pages of one ledger, each read at most once between two changes. For one event loop; the ledger is read in threads.
+
+    However many wait for a page, one thread builds it and the others wait without one. `MOST_BUILT` pages are built at a time, of which
+    `MOST_LONG` may be such as take long: so searches, be they ever so many, leave threads to all other pages.
+    """
 
     def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._url, self.interval_s, self._clock = url, interval_s, clock
-        self._lock = threading.Lock()  # of what follows; held for moments
         self._cache: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._building: dict[str, threading.Lock] = {}
+        self._building: dict[str, _Building] = {}
+        self._threads = ThreadPoolExecutor(MOST_BUILT, "page")
+        self._any, self._long = asyncio.Semaphore(MOST_BUILT), asyncio.Semaphore(MOST_LONG)
         self._forgotten = 0
         self.contents = pages.Contents()
         self.viewers = 0
@@ -190,28 +208,42 @@ class Site:
         self.changed = asyncio.Condition()
         self.closing = False
 
-    def page(self, key: str, build: Callable[[sa.Connection], str]) -> str:
-        """The HTML of a page. Raises `LedgerError`. A page that takes long keeps no other one waiting."""
-        with self._lock:
-            building = self._building.setdefault(key, threading.Lock())
-        with building:
-            with self._lock:
-                held, forgotten = self._cache.get(key), self._forgotten
-                if held is not None and self._clock() - held[0] < self.interval_s:
-                    return held[1]
-            try:
-                with connected(self._url) as connection:
-                    built = build(connection)
-            finally:
-                with self._lock:
-                    self._building.pop(key, None)
-            with self._lock:
-                if forgotten == self._forgotten:  # else it may be of before the change
-                    self._cache[key] = (self._clock(), built)
-                    self._cache.move_to_end(key)
-                    while len(self._cache) > MOST_CACHED:
-                        self._cache.popitem(last=False)
+    async def page(self, key: str, build: Callable[[sa.Connection], str], *, long: bool = False) -> str:
+        """The HTML of a page. Raises `LedgerError`. `long`: it may take seconds. A page that takes long keeps no other one waiting."""
+        held = self._cache.get(key)
+        if held is not None and self._clock() - held[0] < self.interval_s:
+            return held[1]
+        current = self._building.get(key)
+        if current is None or current.reads_since not in (None, self._forgotten):
+            current = self._building[key] = _Building(current)
+            current.task = asyncio.create_task(self._build(key, build, long, current))
+        # Whoever waits for it may go: it is built to the end, for the others.
+        assert current.task is not None
+        return await asyncio.shield(current.task)
+
+    async def _build(
+        self, key: str, build: Callable[[sa.Connection], str], long: bool, this: _Building
+    ) -> str:
+        def read() -> str:
+            with connected(self._url) as connection:
+                return build(connection)
+
+        try:
+            if this.before is not None and this.before.task is not None:
+                await asyncio.wait([this.before.task])  # one page takes one thread
+            async with self._long if long else contextlib.nullcontext(), self._any:
+                this.reads_since = self._forgotten
+                built = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+            if this.reads_since == self._forgotten:  # else it may be of before the change
+                self._cache[key] = (self._clock(), built)
+                self._cache.move_to_end(key)
+                while len(self._cache) > MOST_CACHED:
+                    self._cache.popitem(last=False)
             return built
+        finally:
+            this.before = None
+            if self._building.get(key) is this:
+                del self._building[key]
 
     def pulse(self) -> tuple[Any, ...] | None:
         """Differs after each transaction of the writer; None where the ledger cannot be read."""
@@ -229,7 +261,7 @@ class Site:
                 now = await asyncio.to_thread(self.pulse)
                 if now != last:
                     last = now
-                    await asyncio.to_thread(self._forget)
+                    self.forget()
                     async with self.changed:
                         self.changes += 1
                         self.changed.notify_all()
@@ -244,10 +276,14 @@ class Site:
         async with self.changed:
             self.changed.notify_all()
 
-    def _forget(self) -> None:
-        with self._lock:
-            self._cache.clear()
-            self._forgotten += 1
+    def stop(self) -> None:
+        """Begin no page more; the process waits for those that are being built."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self) -> None:
+        """The ledger has changed: keep no page of before."""
+        self._cache.clear()
+        self._forgotten += 1
 
 
 def _number(request: Request, name: str, default: int) -> int:
@@ -289,13 +325,15 @@ def make_app(
     prefix = root_path.rstrip("/")
 
     def show(
-        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page]
-    ) -> Callable[[Request], Response]:
-        def endpoint(request: Request) -> Response:
+        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page], *, long: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
             try:
-                html = site.page(
-                    key(request), lambda connection: render.served(build(request, connection), prefix, here)
+                html = await site.page(
+                    key(request),
+                    lambda connection: render.served(build(request, connection), prefix, here),
+                    long=long,
                 )
             except OSError as error:
                 shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
@@ -320,11 +358,7 @@ def make_app(
         return f"decisions {_number(q, 'before', _MOST_ID)}"
 
     async def live(request: Request) -> Response:
-        if site.viewers >= MOST_VIEWERS:
-            return PlainTextResponse("503: too many viewers\n", 503, {"Retry-After": "30"})
-        return StreamingResponse(
-            _news(site), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
-        )
+        return _Live(site)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -335,6 +369,7 @@ def make_app(
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+            site.stop()
 
     def wanted(q: Request) -> str:
         return q.query_params.get("q", "")[:MOST_WANTED]
@@ -369,6 +404,7 @@ def make_app(
             show(
                 lambda q: f"search {q.path_params['run']} {wanted(q)}",
                 lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
+                long=True,
             ),
         ),
         Route(
@@ -404,26 +440,41 @@ def make_app(
     return app
 
 
+class _Live(StreamingResponse):
+    """News for one viewer, counted from its first moment to its last: of many that come at once no more are let in than may be."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(_news(site), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self._site = site
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._site.viewers >= MOST_VIEWERS:
+            full = PlainTextResponse("503: too many viewers\n", 503, {"Retry-After": "30"})
+            await full(scope, receive, send)
+            return
+        self._site.viewers += 1  # nothing was awaited since it was looked at
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._site.viewers -= 1
+
+
 async def _news(site: Site) -> AsyncIterator[str]:
     """Server-sent events: how many changes there were, one for each change, and a comment every 20 s that keeps proxies from closing
     the connection."""
-    site.viewers += 1
     seen = site.changes
-    try:
-        yield f"event: now\ndata: {seen}\n\n"
-        while True:
-            try:
-                async with asyncio.timeout(20), site.changed:
-                    await site.changed.wait_for(functools.partial(site.changed_since, seen))
-            except TimeoutError:
-                yield ": still here\n\n"
-                continue
-            if site.closing:
-                return
-            seen = site.changes
-            yield f"event: changed\ndata: {seen}\n\n"
-    finally:
-        site.viewers -= 1
+    yield f"event: now\ndata: {seen}\n\n"
+    while True:
+        try:
+            async with asyncio.timeout(20), site.changed:
+                await site.changed.wait_for(functools.partial(site.changed_since, seen))
+        except TimeoutError:
+            yield ": still here\n\n"
+            continue
+        if site.closing:
+            return
+        seen = site.changes
+        yield f"event: changed\ndata: {seen}\n\n"
 
 
 def _unix_socket(path: Path) -> socket.socket:

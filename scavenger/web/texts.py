@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scavenger.errors import ConfigError
-from scavenger.ledger.read.tokens import load_tokenizer
+from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.printable import printable
 
 #: Characters of one text; tokens whose probability is drawn, and characters of a piece.

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from scavenger.cli import main
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger.read.tokens import MOST_BYTES, load_tokenizer, show
+from scavenger.ledger.read.tokenizer import MOST_BYTES, load_tokenizer
+from scavenger.ledger.read.tokens import show
 from scavenger.ledger.store import open_engine
 from scavenger.protocol.messages import pack_logprobs, pack_tokens
 from tests.ledger.examples import T0, everything, group, moved_group, prologue, written

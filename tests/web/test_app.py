@@ -7,8 +7,10 @@ import json
 import re
 import threading
 import time
+from collections.abc import MutableMapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +19,12 @@ pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 
-from scavenger.errors import AuthError, ConfigError
+from scavenger.errors import AuthError, ConfigError, LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.web import app as web
-from scavenger.web import charts, texts
+from scavenger.web import charts, pages, texts
+from scavenger.web.panels import Page
 from tests.ledger.examples import T0
 from tests.top import sites
 from tests.web.sites import ledger
@@ -49,6 +52,17 @@ EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7*7 }}</pre>
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
     return TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+
+
+def asked(path: str) -> dict[str, Any]:
+    """A request as the server hands it to the application."""
+    return {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"authorization", BEARER["Authorization"].encode())],
+    }
 
 
 class _Tags(HTMLParser):
@@ -237,14 +251,13 @@ def test_twenty_viewers_cost_one_set_of_queries(tmp_path: Path) -> None:
         asked.append(None)
         return ""
 
-    viewers = [threading.Thread(target=site.page, args=("/", build)) for _ in range(20)]
-    for viewer in viewers:
-        viewer.start()
-    for viewer in viewers:
-        viewer.join()
-    assert len(asked) == 1
-    now[0] = 5.0
-    site.page("/", build)
+    async def play() -> None:
+        await asyncio.gather(*(site.page("/", build) for _ in range(20)))
+        assert len(asked) == 1
+        now[0] = 5.0
+        await site.page("/", build)
+
+    asyncio.run(play())
     assert len(asked) == 2, "what is old is asked again"
 
 
@@ -257,14 +270,13 @@ def test_viewers_are_told_of_a_change_and_one_poller_asks(
 
     async def play() -> list[str]:
         poller = asyncio.create_task(site.poll())
+        site.viewers = 20  # as many replies of `/live`
         viewers = [web._news(site) for _ in range(20)]
         heard = [await anext(viewer) for viewer in viewers]
         async with asyncio.timeout(60):
             heard += [await anext(viewer) for viewer in viewers]
-        assert site.viewers == 20
         for viewer in viewers:
             await viewer.aclose()  # type: ignore[attr-defined]
-        assert site.viewers == 0
         poller.cancel()
         return heard
 
@@ -366,30 +378,157 @@ def test_the_cookie_is_for_tls_alone_where_the_proxy_has_it(tmp_path: Path) -> N
         assert ("Secure" in reply.headers["set-cookie"]) is secure
 
 
+def test_of_many_viewers_that_come_at_once_no_more_are_let_in_than_may_be(tmp_path: Path) -> None:
+    """All are accepted before the first reply begins, as when they connect in one moment; some are gone again before theirs begins."""
+    app = web.make_app(ledger(tmp_path), TOKEN)
+    over, let_in, refused = asyncio.Event(), [], []
+
+    async def viewer(number: int) -> None:
+        async def receive() -> dict[str, object]:
+            if number % 2 == 0:
+                await over.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                (let_in if message["status"] == 200 else refused).append(number)
+            await asyncio.sleep(0)
+
+        await app(asked("/live"), receive, send)
+
+    async def play() -> None:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for number in range(3 * web.MOST_VIEWERS):
+                group.create_task(viewer(number))
+            while len(let_in) + len(refused) < 2 * web.MOST_VIEWERS:
+                await asyncio.sleep(0)
+            over.set()
+        assert app.state.site.viewers == 0
+
+    asyncio.run(play())
+    assert len(let_in) <= web.MOST_VIEWERS
+    assert len(refused) == 2 * web.MOST_VIEWERS
+
+
+class _Slow:
+    """A page that is built once `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on, self.times = threading.Event(), threading.Event(), 0
+
+    def __call__(self, connection: object) -> str:
+        self.times += 1
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return f"build {self.times}"
+
+
 def test_a_page_that_takes_long_keeps_no_other_one_waiting(tmp_path: Path) -> None:
+    """However many wait for it, and however often the ledger changes meanwhile."""
+    site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
+
+    async def play() -> None:
+        waiting = []
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                waiting += [asyncio.create_task(site.page("/slow", slow)) for _ in range(2 * web.MOST_BUILT)]
+                await asyncio.to_thread(slow.begun.wait, 60)
+                site.forget()
+                assert await site.page("/", lambda connection: "shown") == "shown"
+            assert slow.times == 1
+            assert site.pulse() is not None
+            slow.go_on.set()
+            said = await asyncio.gather(*waiting)
+        assert set(said[: 2 * web.MOST_BUILT]) == {"build 1"}
+        assert set(said[2 * web.MOST_BUILT :]) == {"build 2"}, (
+            "who came after the change saw what was before it"
+        )
+        assert await site.page("/slow", slow) == "build 2"
+
+    asyncio.run(play())
+
+
+def test_sixty_readers_of_a_slow_page_take_no_thread_from_another_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the application: Starlette has 40 threads for what is no coroutine."""
+    app, slow = web.make_app(ledger(tmp_path), TOKEN), _Slow()
+
+    def run(connection: object, run_id: int) -> Page:
+        return Page(slow(connection), ())
+
+    monkeypatch.setattr(pages, "run", run)
+
+    async def get(path: str) -> int:
+        told: list[int] = []
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                told.append(message["status"])
+
+        await app(asked(path), receive, send)
+        return told[0]
+
+    async def play() -> None:
+        waiting = [asyncio.create_task(get("/runs/1")) for _ in range(60)]
+        try:
+            await asyncio.to_thread(slow.begun.wait, 60)
+            async with asyncio.timeout(20):
+                assert await get("/decisions") == 200
+                assert await get("/static/web.js") == 200
+        finally:
+            slow.go_on.set()
+        assert await asyncio.gather(*waiting) == [200] * 60
+
+    asyncio.run(play())
+
+
+def test_what_was_read_before_a_change_is_not_kept(tmp_path: Path) -> None:
+    site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
+
+    async def play() -> None:
+        waiting = asyncio.create_task(site.page("/slow", slow))
+        await asyncio.to_thread(slow.begun.wait, 60)
+        site.forget()
+        slow.go_on.set()
+        assert await waiting == "build 1"
+        assert await site.page("/slow", lambda connection: "of after it") == "of after it"
+
+    asyncio.run(play())
+
+
+def test_searches_however_many_leave_threads_to_other_pages(tmp_path: Path) -> None:
+    site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
+
+    async def play() -> None:
+        searches = [
+            asyncio.create_task(site.page(f"search {i}", slow, long=True)) for i in range(3 * web.MOST_BUILT)
+        ]
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(slow.begun.wait, 60)
+            assert await site.page("/", lambda connection: "shown") == "shown"
+            assert slow.times <= web.MOST_LONG
+            slow.go_on.set()
+            assert len(await asyncio.gather(*searches)) == 3 * web.MOST_BUILT
+
+    asyncio.run(play())
+
+
+def test_a_page_that_fails_fails_for_all_who_wait_and_is_asked_again(tmp_path: Path) -> None:
     site = web.Site(ledger(tmp_path), 5.0)
-    begun, go_on = threading.Event(), threading.Event()
 
-    def slow(connection: object) -> str:
-        begun.set()
-        assert go_on.wait(60)
-        return "of before the change"
+    def fail(connection: object) -> str:
+        raise LedgerError("it is locked", "wait")
 
-    waiting = threading.Thread(target=site.page, args=("/slow", slow))
-    waiting.start()
-    assert begun.wait(60)
-    found: list[object] = []
-    other = threading.Thread(target=lambda: found.extend((site.page("/", lambda c: "shown"), site.pulse())))
-    other.start()
-    other.join(30)
-    site._forget()
-    go_on.set()
-    waiting.join()
-    assert found[0] == "shown"
-    assert found[1] is not None
-    assert site.page("/slow", lambda c: "of after it") == "of after it", (
-        "what was read before a change is not kept"
-    )
+    async def play() -> None:
+        said = await asyncio.gather(*(site.page("/", fail) for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(one, LedgerError) for one in said)
+        assert await site.page("/", lambda connection: "shown") == "shown"
+
+    asyncio.run(play())
 
 
 def test_the_poller_outlives_a_ledger_that_cannot_be_looked_at(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,15 @@ def test_a_search_finds_the_newest_completions_that_have_the_text_whatever_its_c
     assert not re.findall(r'href="/samples/', none)
     assert 'value="&lt;script&gt;no such"' in none
     assert client.get("/runs/99/search?q=w").status_code == 404
+
+
+def test_the_process_that_makes_text_loads_no_driver_of_a_database() -> None:
+    """It is started for each page of a group or a sample: with one it takes ten times as long."""
+    code = "import sys, scavenger.web.texts; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    argv = [sys.executable, "-P", "-c", code]
+    loaded = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    assert "scavenger" in loaded
+    assert not {"sqlalchemy", "alembic", "msgspec", "zmq", "starlette", "typer"} & set(loaded)
 
 
 def test_a_search_without_the_tokenizer_says_so(tmp_path: Path) -> None:

@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
-from scavenger.errors import ConfigError, LedgerError
+from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.prompts import whole_prompts
 from scavenger.ledger.read.reader import Piece, join_chunks, reading
 from scavenger.ledger.read.reports import utc
+from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.ledger.store import open_readonly
 from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 
 Format = Literal["ids", "text", "json"]
-#: Of a tokenizer.json. The largest known have 35 MB.
-MOST_BYTES = 256 << 20
-
-
-class Decoder(Protocol):
-    """What is asked of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 def show(url: str, sample_id: int, format: Format = "ids") -> str:
@@ -91,40 +81,6 @@ _PLACE = (
     "state",
     "finish",
 )
-
-
-def load_tokenizer(path: str) -> Decoder:
-    """The tokenizer of a run. Raises `ConfigError` when its file is gone, or is none: its path is the run's owner's to say; and without the
-    package `tokenizers`, which a daemon does not need.
-    """
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the package tokenizers, which makes text of token ids, is not installed",
-            "pip install 'scavenger[text]'; or ask for ids: scavenger ledger tokens SAMPLE",
-        ) from error
-    try:
-        opened = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # of a pipe nobody waits for the other end
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the run's tokenizer {path!r} is not there any more, or cannot be read",
-            "put it back: completions are kept as token ids",
-        ) from error
-    try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-            raise ConfigError(
-                f"the run's tokenizer {path!r} is no file of at most {MOST_BYTES >> 20} MiB",
-                "its run named something else; completions are kept as token ids",
-            )
-        with open(opened, "rb", closefd=False) as file:
-            found_there: Decoder = Tokenizer.from_buffer(file.read(MOST_BYTES))
-            return found_there
-    finally:
-        os.close(opened)
 
 
 def _read(connection: sa.Connection, sample_id: int) -> tuple[dict[str, Any], list[Piece], bytes]:
