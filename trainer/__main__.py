@@ -282,6 +282,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         if config.data.environment:
             played = stack.enter_context(opened(config, layers(options), local=options.local))
         prompts = PromptSource(config, tokenizer, print, played.tasks if played else None)
+        if options.evaluate:
+            refuse_no_evaluation(prompts)
         if played is None:
             refuse_rows(reward, prompts)
             if note := unknown_note(tokenizer, prompts.take(0, config.data.prompts_per_step)):
@@ -295,7 +297,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
         if options.evaluate:
-            config, start = nothing_but_evaluation(config, start, prompts)
+            config, start = nothing_but_evaluation(config, start)
         set_aside(config, start, run.attempt)
         episodes = played.attach(run) if played else None
         run = episodes or run
@@ -366,15 +368,17 @@ def evaluation_of(config: RunConfig, resume: str) -> tuple[RunConfig, str]:
     return config.model_copy(update={"run": run}), str(chosen.resolve()) if chosen else "none"
 
 
-def nothing_but_evaluation(
-    config: RunConfig, start: RunStart, prompts: PromptSource
-) -> tuple[RunConfig, RunStart]:
-    """A run that ends where it starts, and owes its evaluation. Raises `ConfigError` without held-out prompts."""
+def refuse_no_evaluation(prompts: PromptSource) -> None:
+    """Raises `ConfigError` without held-out prompts."""
     if not prompts.evaluations:
         raise ConfigError(
             "--evaluate: the run has no held-out prompts (eval.prompts = 0, no eval.sets)",
             "set eval.prompts, or name a file in eval.path or [[eval.sets]]",
         )
+
+
+def nothing_but_evaluation(config: RunConfig, start: RunStart) -> tuple[RunConfig, RunStart]:
+    """A run that ends where it starts, and owes its evaluation."""
     run = config.run.model_copy(update={"steps": start.step})
     return config.model_copy(update={"run": run}), replace(start, owes_evaluation=True)
 
