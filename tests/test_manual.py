@@ -101,3 +101,71 @@ def test_install_completion_writes_what_bash_reads_at_its_start(tmp_path: Path) 
     assert "complete -o default -F _scavenger_completion scavenger" in written
     assert ".bash_completions/scavenger.sh" in (tmp_path / ".bashrc").read_text()
     assert in_bash(tmp_path, ". ~/.bashrc" + ASK.format(words="enr")).split() == ["enroll"]
+
+
+def in_shell(shell: str, home: Path, script: str) -> str:
+    """What zsh or fish says to a script, as a user whose start-up files are in `home`."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    program = home / "bin/scavenger"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!{sys.executable}\nfrom scavenger.cli.main import main\nmain()\n")
+    program.chmod(0o755)
+    env = {
+        **os.environ,
+        "HOME": str(home),
+        "ZDOTDIR": str(home),
+        "XDG_CONFIG_HOME": str(home / ".config"),
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "SHELL": shutil.which(shell) or "",
+        "TERM": "dumb",
+    }
+    done = subprocess.run(
+        [shell, "-c", script], env=env, cwd=home, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+#: zsh answers a key on a terminal alone: a second one, in which a user types and presses Tab.
+TAB_IN_ZSH = r"""
+zmodload zsh/zpty
+zpty -b typed 'zsh -i'
+said=''
+until_seen() {
+  local part
+  repeat 1200; do
+    while zpty -r -t typed part; do said+=$part; done
+    [[ $said == $~1 ]] && return 0
+    sleep 0.1
+  done
+  print -r -- "not seen: $1, but $said"; return 1
+}
+zpty -w typed 'PS1=READY:'
+until_seen '*READY:*READY:*' || exit 1
+zpty -n -w typed $'scavenger enr\t'  # the first Tab of a session only loads what Typer wrote: zsh rings its bell
+until_seen $'*enr*\a*' || exit 1
+zpty -n -w typed $'\t'
+until_seen '*scavenger enroll*' || exit 1
+zpty -d typed
+print completed
+"""
+
+
+@pytest.mark.long
+def test_zsh_completes_once_installed(tmp_path: Path) -> None:
+    pytest.importorskip("shellingham")
+    in_shell("zsh", tmp_path, "scavenger --install-completion; true")
+    assert (tmp_path / ".zfunc/_scavenger").is_file()
+    assert in_shell("zsh", tmp_path, TAB_IN_ZSH).strip() == "completed"
+
+
+@pytest.mark.long
+def test_fish_completes_once_installed(tmp_path: Path) -> None:
+    pytest.importorskip("shellingham")
+    in_shell("fish", tmp_path, "scavenger --install-completion; true")
+    assert (tmp_path / ".config/fish/completions/scavenger.fish").is_file()
+    for typed, wanted in (("che", ["check-config", "checkpoint"]), ("ledger up", ["upgrade"])):
+        said = in_shell("fish", tmp_path, f"complete -C 'scavenger {typed}'")
+        assert sorted(line.split("\t")[0] for line in said.splitlines()) == wanted

@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -53,10 +54,10 @@ from trainer.algorithms.scoring import Scorer, Scoring
 from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.data.group_filter import GroupFilter
-from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
+from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens, unknown_note
 from trainer.engine_control import of_job
 from trainer.episodes.opening import opened
-from trainer.local import Ledger, LocalRun, LocalSource
+from trainer.local import Ledger, LocalRun, LocalSource, alone
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
 from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
 from trainer.loop.monitor import Monitor, chosen
@@ -69,7 +70,7 @@ from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu
 from trainer.model.replay import routing_nbytes
-from trainer.serving import adapters_beside_base
+from trainer.serving import adapters_beside_base, refuse_missing_engine
 
 STALE_EXIT = 3
 
@@ -91,7 +92,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="engine and trainer in this one process, without daemon, Slurm and MPI",
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="with --local: answer the held-out prompts with the checkpoint's weights, and train nothing",
+    )
+    options = parser.parse_args(argv)
+    if options.evaluate and not options.local:
+        parser.error(
+            "--evaluate needs --local: one process, which leaves the run alone. It takes checkpoints of the run too: --resume DIR"
+        )
+    return options
 
 
 def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messages.EngineSpec:
@@ -261,15 +272,23 @@ def set_aside(config: RunConfig, start: RunStart, attempt: int) -> None:
 
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     """Rank 0: set everything up, run the loop, close the run as what it became. Returns the exit code."""
+    if options.local:
+        refuse_missing_engine(config)
     tokenizer = open_tokenizer(config.model.path)
     spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
+        if options.local:
+            stack.enter_context(alone(config.run.out_dir))
         reward, played = config.reward, None
         if config.data.environment:
             played = stack.enter_context(opened(config, layers(options), local=options.local))
         prompts = PromptSource(config, tokenizer, print, played.tasks if played else None)
+        if options.evaluate:
+            refuse_no_evaluation(prompts)
         if played is None:
             refuse_rows(reward, prompts)
+            if note := unknown_note(tokenizer, prompts.take(0, config.data.prompts_per_step)):
+                print(note, flush=True)
         runner: Scorer = played.scorer if played else stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
@@ -278,10 +297,12 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
+        if options.evaluate:
+            config, start = nothing_but_evaluation(config, start)
         set_aside(config, start, run.attempt)
         episodes = played.attach(run) if played else None
         run = episodes or run
-        if start.step >= config.run.steps:
+        if start.step >= config.run.steps and not options.evaluate:
             monitor.say(
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
             )
@@ -330,11 +351,38 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
 
 def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
     """What is said last of a run that succeeded."""
+    if options.evaluate:
+        return f"evaluated, nothing was trained; figures: {config.run.out_dir}/metrics.jsonl"
     saved = checkpoint.select(config.run.out_dir, "auto")
     laid_over = options.over or options.set
     where = f"-c {config.run.out_dir}/scavenger.toml" if laid_over else f"{options.config} --local"
     more = f"; completions: scavenger samples {where}" if options.local else ""
     return f"finished: {config.run.steps} steps, saved as {saved}{more}"
+
+
+def evaluation_of(config: RunConfig, resume: str) -> tuple[RunConfig, str]:
+    """`--evaluate`: the configuration with a folder of its own beside the checkpoints, one for each, and the checkpoint as `--resume` names
+    it. So what is evaluated is neither gone on with nor gone back from. Raises `ConfigError`.
+    """
+    chosen = checkpoint.select(config.run.out_dir, resume)
+    folder = config.run.out_dir / "evaluate" / (chosen.name if chosen else "start")
+    run = config.run.model_copy(update={"out_dir": folder})
+    return config.model_copy(update={"run": run}), str(chosen.resolve()) if chosen else "none"
+
+
+def refuse_no_evaluation(prompts: PromptSource) -> None:
+    """Raises `ConfigError` without held-out prompts."""
+    if not prompts.evaluations:
+        raise ConfigError(
+            "--evaluate: the run has no held-out prompts (eval.prompts = 0, no eval.sets)",
+            "set eval.prompts, or name a file in eval.path or [[eval.sets]]",
+        )
+
+
+def nothing_but_evaluation(config: RunConfig, start: RunStart) -> tuple[RunConfig, RunStart]:
+    """A run that ends where it starts, and owes its evaluation."""
+    run = config.run.model_copy(update={"steps": start.step})
+    return config.model_copy(update={"run": run}), replace(start, owes_evaluation=True)
 
 
 def ended_line(signal_name: str, saved: Path | None) -> str:
@@ -489,6 +537,8 @@ def main(argv: list[str] | None = None) -> int:
             config = config.model_copy(
                 update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})}
             )
+            if options.evaluate:
+                config, options.resume = evaluation_of(config, options.resume)
         else:
             reserved.refuse_none(config)
         comm = Solo() if options.local else connect(config.trainer.idle_poll_ms)

@@ -2,26 +2,59 @@
 
 Owns a stand-in for `scavenger.client.Run` that drives one engine directly, and one for the weights source. Groups complete in the order
 in which the engine finishes them. What happens is told to a small ledger of the try's own, for people to read; no start reads it back.
+One try at a time has a folder.
 Boundary: debugging without a daemon; nothing else of the trainer knows of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from rollout.engines import merging
 from rollout.engines.base import Engine, EngineHost, Weight
 from rollout.engines.registry import builder
-from scavenger.errors import EngineError
+from scavenger.errors import ConfigError, EngineError
 from scavenger.protocol import messages
 from scavenger.protocol.worker.events import Delta, Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+
+#: In a try's folder: locked while the try runs, and who that is.
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep a try's folder to this process: two at once would train the same steps twice, and one would take the other's ledger.
+
+    Raises `ConfigError` while another process has it. A file system without locks keeps nobody away.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                file.seek(0)
+                raise ConfigError(
+                    f"another try runs in {folder} ({file.read().strip() or 'of a process that is not known'})",
+                    "wait for it or end it by Ctrl-C, or give this one a folder of its own: --set run.out_dir=OTHER",
+                ) from error
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+        yield
 
 
 class LocalSource:

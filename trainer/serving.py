@@ -1,12 +1,16 @@
 """Whether a run's engines merge its adapters into their weights, or keep them beside their base (`lora.serve`).
 
+Also whether this Python has the engine at all.
+
 Owns what of a run's configuration decides it; `scavenger.weights.choice.serving` has the arithmetic. Imports no torch: `init --check` says
 it too.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
@@ -15,6 +19,16 @@ from scavenger.weights.choice import AdapterSetting, serving
 
 #: Of adapters that vLLM 0.32 keeps beside their base.
 MOST_RANK = 512
+
+
+def refuse_missing_engine(config: RunConfig) -> None:
+    """Raises `ConfigError` where this Python lacks the run's engine: it would be noticed only once the model is loaded."""
+    if config.engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f'engine.name = "vllm", and {sys.executable} has no vLLM',
+            "install scavenger there with its extra vllm (and where harvest.python runs), "
+            'or take the built-in engine, for tiny models: engine.name = "reference", for a try --set engine.name=reference',
+        )
 
 
 def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> tuple[bool, str]:

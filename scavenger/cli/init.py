@@ -57,7 +57,7 @@ def init(
         bool,
         typer.Option(
             "--tiny",
-            help="make the smallest run; its model is made in place, in seconds",
+            help="make the smallest run; its model is made in place, in seconds. With --data: only such a model, for your prompts",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -130,36 +130,44 @@ def init(
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
-    if (model is None) != (data is None and not environment) or (data is not None and environment):
-        raise typer.BadParameter("a run needs both --model and --data, or --environment in place of --data")
-    if tiny and model is not None:
-        raise typer.BadParameter("--tiny brings its own model and task: leave --model and --data out")
+    if tiny and (model is not None or environment):
+        raise typer.BadParameter("--tiny brings its own model: leave --model and --environment out")
+    own_data = tiny and data is not None
+    if ((model is None) != (data is None and not environment) and not own_data) or (
+        data is not None and environment
+    ):
+        raise typer.BadParameter(
+            "a run needs both --model and --data, or --environment in place of --data, or --tiny in place of --model"
+        )
     said = frozenset(
         name
         for name in context.params
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     )
     _refuse_foreign(said, drafting=tiny or model is not None, check=check)
-    if tiny and (more := said & OF_OWN_MODEL):
-        raise typer.BadParameter(f"{_flags(more)}: of a run with a model of yours, which --tiny makes")
+    if tiny and not own_data and (more := said & OF_OWN_MODEL):
+        raise typer.BadParameter(
+            f"{_flags(more)}: of a run with a model or data of yours, which --tiny brings"
+        )
     if (over or sets) and not check:
         raise typer.BadParameter("--over and --set are for --check: as they will be given to train.sbatch")
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
-    if tiny:
+    if tiny and not own_data:
         words = [f"--partition={partition or 'reserved'}", f"--state-dir={state_dir or _known_state_dir()}"]
         words += [f"--gpus={gpus}"] if "gpus" in said else []
         _prepare(["tiny", str(directory), *words, *(["--force"] if force else [])], Path())
-    elif model is not None:
+    elif model is not None or own_data:
+        gpus = gpus if "gpus" in said or not own_data else 1
         told = {
-            "--model": str(model),
+            "--model": str(model or ""),
             "--data": str(data or ""),
             "--environment": environment,
             "--environment-python": environment_python,
             "--reward": reward,
             "--prompt-field": prompt_field,
             "--answer-field": answer_field,
-            "--engine": engine,
-            "--gpus": str(gpus) if "gpus" in said else "",
+            "--engine": engine or ("reference" if own_data else ""),
+            "--gpus": str(gpus) if "gpus" in said or own_data else "",
             "--nodes": str(nodes) if "nodes" in said else "",
             "--state-dir": state_dir or _known_state_dir(),
             "--partition": partition,
@@ -169,6 +177,7 @@ def init(
         if gpus:
             told |= _of_slurm(partition or "reserved", gpus, gpu_known=bool(gpu or gpu_memory_gb))
         words = [f"{name}={value}" for name, value in told.items() if value]
+        words += ["--tiny"] if own_data else []
         _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
     elif not check:
         proposal = _ask_slurm(partition) if site else None

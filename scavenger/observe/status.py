@@ -236,7 +236,8 @@ def read(state_dir: Path) -> Status:
         return msgspec.json.decode(path(state_dir).read_bytes(), type=Status)
     except FileNotFoundError as error:
         raise DaemonUnavailable(
-            f"no daemon has run with {state_dir}", "start it: `scavenger daemon`"
+            f"no daemon has run with {state_dir}",
+            "start it: `scavenger daemon`; a try (`--local`) is without one",
         ) from error
     except (OSError, msgspec.MsgspecError) as error:
         remedy = "ask as the daemon's user, with the daemon's release"

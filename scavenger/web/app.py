@@ -17,6 +17,7 @@ import math
 import re
 import resource
 import secrets
+import shlex
 import socket
 import stat
 import time
@@ -510,6 +511,11 @@ def _remove(path: Path) -> None:
         raise ConfigError(f"{path} cannot be removed: {error.strerror}", "give another --socket") from error
 
 
+def address_command(where: str, token_file: Path) -> str:
+    """A command that prints the address with its token. Pure."""
+    return f'echo "{where}?token=$(cat {shlex.quote(str(token_file.absolute()))})"'
+
+
 def serve(
     url: str,
     *,
@@ -539,7 +545,8 @@ def serve(
             listening.close()
             raise ConfigError(f"port {port} is not free: {error.strerror}", "give another --port") from error
         where = f"http://127.0.0.1:{listening.getsockname()[1]}{root_path.rstrip('/')}/"
-        print(f"serves {where}; open it once as {where}?token= and what {token_file} holds", flush=True)
+        # The token itself is printed by whoever runs that: what a terminal or a journal keeps of us has no secret.
+        print(f"serves {where}; open once what this prints: {address_command(where, token_file)}", flush=True)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections that say nothing take one each
     app = make_app(url, token, interval_s=interval_s, root_path=root_path, hosts=hosts)

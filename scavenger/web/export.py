@@ -16,7 +16,7 @@ from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.protocol import keys
-from scavenger.web import pages, questions, render
+from scavenger.web import pages, questions, render, texts
 from scavenger.web import steps as step_pages
 from scavenger.web.panels import Page, Row, ask, clean
 from scavenger.web.questions import filled
@@ -52,7 +52,8 @@ def write(url: str, run: str, out: Path) -> dict[str, Page]:
     try:
         with reading(engine) as connection:
             store.require_head(connection)
-        shown = collected(ask_for, pages.Contents(), run, MOST_CHARS)
+        with texts.Child() as child:
+            shown = collected(ask_for, pages.Contents(child), run, MOST_CHARS)
     finally:
         engine.dispose()
     keys.write_private(out, "".join(render.one_file(shown, f"run {clean(run, 60)}")).encode())

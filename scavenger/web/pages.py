@@ -227,7 +227,13 @@ class Read(NamedTuple):
 
 
 class Contents:
-    """Prompts and completions of a ledger as text; token ids where the run's tokenizer cannot be used."""
+    """Prompts and completions of a ledger as text; token ids where the run's tokenizer cannot be used.
+
+    `ask`: who has texts made of ids, such as a `texts.Child`; None: a process for each page.
+    """
+
+    def __init__(self, ask: texts.Ask | None = None) -> None:
+        self._ask = ask
 
     def read(
         self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, skip: Sequence[int] = ()
@@ -245,7 +251,7 @@ class Contents:
             else []
         )
         try:
-            said, pieces = texts.read(tokenizer, ids, logprobs) if asked else ([], [])
+            said, pieces = texts.read(tokenizer, ids, logprobs, self._ask) if asked else ([], [])
         except ConfigError as error:
             said = [clean(f"({error.cause}; ids:) {' '.join(map(str, some))}", _MOST_TEXT) for some in ids]
             pieces = []

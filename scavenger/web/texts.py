@@ -2,21 +2,27 @@
 
     parent: texts.read(path, samples)  --JSON-->  python -m scavenger.web.texts  --JSON-->  texts
 
-The child has bounds of memory and CPU time, and its texts are cut to length there. One child a page; the pages are cached.
+The child has bounds of memory and CPU time, and its texts are cut to length there. One child a page; the pages are cached. An export of
+thousands of pages keeps its child (`Child`), whose CPU time is bounded for each of them.
 
 Boundary: the process that a foreign file may end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+import os
 import re
 import resource
+import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, Self
 
 from scavenger.errors import ConfigError
 from scavenger.ledger.read.tokenizer import load_tokenizer
@@ -28,18 +34,27 @@ MOST_TEXT, MOST_PIECES, MOST_PIECE = 6_000, 2_000, 200
 LEVELS = (0.5, 0.1, 0.01)
 CPU_S, WALL_S, MEMORY = 10, 20.0, 2 << 30
 _AROUND = 60
+# -P: else modules of the folder that we run in come first.
+_ARGV, _MANY = (sys.executable, "-P", "-m", "scavenger.web.texts"), "many"
 
 Piece = tuple[str, int, str]
 
 
+class Ask(Protocol):
+    """Gives the child's reply to a request. Raises `ConfigError` where the request's tokenizer cannot be used."""
+
+    def __call__(self, request: dict[str, Any], /) -> Any: ...
+
+
 def read(
-    tokenizer: str, texts: Sequence[Sequence[int]], logprobs: Sequence[float] = ()
+    tokenizer: str, texts: Sequence[Sequence[int]], logprobs: Sequence[float] = (), ask: Ask | None = None
 ) -> tuple[list[str], list[Piece]]:
     """(a text for each of `texts`, pieces of the last one with the level of its mark and the probability). All printable and cut.
 
     `logprobs`: of the last one's first tokens. Raises `ConfigError` where the tokenizer cannot be used.
     """
-    found = _asked({"tokenizer": tokenizer, "texts": texts, "logprobs": [_number(x) for x in logprobs]})
+    request = {"tokenizer": tokenizer, "texts": texts, "logprobs": [_number(x) for x in logprobs]}
+    found = (ask or _asked)(request)
     pieces = [(str(text), int(level), str(said)) for text, level, said in found["pieces"]]
     return [str(text) for text in found["texts"]], pieces
 
@@ -75,26 +90,95 @@ def _number(value: float) -> float | str:
 
 
 def _asked(request: dict[str, Any]) -> Any:
-    argv = [
-        sys.executable,
-        "-P",
-        "-m",
-        "scavenger.web.texts",
-    ]  # else modules of the folder that we run in come first
+    """By a child of its own."""
     try:
         done = subprocess.run(
-            argv, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_S, check=False
+            _ARGV, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_S, check=False
         )
         reply = json.loads(done.stdout) if done.returncode == 0 else {}
     except (subprocess.TimeoutExpired, ValueError):
         reply = {}
+    return _usable(request["tokenizer"], reply)
+
+
+def _usable(tokenizer: str, reply: dict[str, Any]) -> dict[str, Any]:
     if "error" in reply or not reply:
         why = reply.get("error", f"it takes over {CPU_S} s or {MEMORY >> 30} GiB, or ends its process")
         raise ConfigError(
-            f"the run's tokenizer {printable(request['tokenizer'])[:160]} cannot be used: {why}",
+            f"the run's tokenizer {printable(tokenizer)[:160]} cannot be used: {why}",
             "put the run's tokenizer.json back: completions are kept as token ids",
         )
     return reply
+
+
+class Child:
+    """One child for many requests. A tokenizer that it could not use is not tried again: each try may take `WALL_S`."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unusable: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def __call__(self, request: dict[str, Any], /) -> Any:
+        tokenizer = request["tokenizer"]
+        reply = self._unusable.get(tokenizer)
+        if reply is None:
+            reply = self._reply(json.dumps(request).encode() + b"\n")
+            if not reply or "error" in reply:
+                self._unusable[tokenizer] = reply
+        return _usable(tokenizer, reply)
+
+    def _reply(self, line: bytes) -> dict[str, Any]:
+        """{} where the child ended or took too long; it is gone then."""
+        if self._process is None:
+            self.started += 1
+            self._process = subprocess.Popen(
+                [*_ARGV, _MANY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        try:
+            return dict(json.loads(_exchanged(self._process, line, time.monotonic() + WALL_S)))
+        except (TimeoutError, OSError, ValueError):
+            self._end()
+            return {}
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(OSError):  # what it did not read is lost with it
+                self._process.communicate()
+            self._process = None
+
+
+def _exchanged(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
+    """Write a line and read one, at the child's pace. Raises `TimeoutError`; `OSError` where it does not read; b"" once it ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    left, found = memoryview(line), bytearray()
+    with selectors.DefaultSelector() as ready:
+        os.set_blocking(process.stdin.fileno(), False)
+        ready.register(process.stdin, selectors.EVENT_WRITE)
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while not found.endswith(b"\n"):
+            seen = ready.select(max(0.0, deadline - time.monotonic()))
+            if not seen:
+                raise TimeoutError
+            for key, _ in seen:
+                if key.fileobj is process.stdin:
+                    left = left[os.write(process.stdin.fileno(), left) :]
+                    if not left:
+                        ready.unregister(process.stdin)
+                else:
+                    some = os.read(process.stdout.fileno(), 1 << 20)
+                    if not some:
+                        return b""
+                    found += some
+    return bytes(found)
 
 
 # ---------------------------------------------------------------- the child
@@ -102,13 +186,30 @@ def _asked(request: dict[str, Any]) -> Any:
 
 def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _bounded_cpu() -> None:
+    """Of what comes from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = math.ceil(used.ru_utime + used.ru_stime) + CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+
+
+def _serve_many() -> None:
+    for line in sys.stdin:
+        _bounded_cpu()
+        sys.stdout.write(json.dumps(_replied(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+#: The newest alone: a run's samples are read with one.
+_load = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def _replied(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        tokenizer = load_tokenizer(request["tokenizer"])
+        tokenizer = _load(request["tokenizer"])
     except ConfigError as error:
         return {"error": printable(error.cause)[:400]}
     except Exception as error:  # noqa: BLE001 - the file is a run's own, and the library raises bare exceptions
@@ -134,4 +235,8 @@ def _replied(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     _bounded()
-    sys.stdout.write(json.dumps(_replied(json.load(sys.stdin))))
+    if _MANY in sys.argv[1:]:
+        _serve_many()
+    else:
+        _bounded_cpu()
+        sys.stdout.write(json.dumps(_replied(json.load(sys.stdin))))

@@ -8,7 +8,8 @@ import pytest
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from tests.trainer.step_prompts import of_step
-from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
+from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens, unknown_note
+from trainer.prepare import smallest
 from trainer.tasks import sort
 
 
@@ -106,3 +107,15 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path)
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         open_tokenizer(tmp_path)
+
+
+def test_prompts_that_the_tokenizer_does_not_know_are_told() -> None:
+    tokenizer = sort.tokenizer()
+    read = [
+        PromptTask(at, text, tuple(tokenizer.encode(text).ids), {}) for at, text in enumerate(("12>", "3+4="))
+    ]
+    said = unknown_note(tokenizer, read)
+    assert "1 of 2 prompts" in said
+    assert "3<pad>4<pad>" in said
+    assert unknown_note(tokenizer, read[:1]) == ""
+    assert unknown_note(smallest.byte_tokenizer(), read) == "", "it has no token for what it does not know"

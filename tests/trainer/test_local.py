@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from tests.trainer.test_step import TIMES
 from trainer import export
 from trainer.__main__ import main
 from trainer.checkpoint import checkpoint
+from trainer.local import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -57,11 +59,12 @@ def run_local(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: torch.distributed, threads and signals are the process's."""
     environ = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     argv = [sys.executable, "-m", "trainer", str(path), "--local", *arguments]
-    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
-def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / out / "local" / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, out: str, *, of_try: bool = True) -> list[dict[str, Any]]:
+    where = folder / out / "local" if of_try else folder / out
+    return [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -195,3 +198,63 @@ def test_a_missing_model_is_an_error_with_its_remedy(
 ) -> None:
     assert main([str(write_run(tmp_path, tmp_path / "nowhere", steps=1, out="x")), "--local"]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_evaluated_without_training_and_the_try_stays_as_it_was(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=2, out="x")
+    assert run_local(path, "--set", "eval.every=1").returncode == 0
+    before = metrics(tmp_path, "x")
+    done = run_local(path, "--evaluate", "--resume", str(tmp_path / "x/local/checkpoints/step-00000001"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("evaluated, nothing was trained")
+    found = metrics(tmp_path / "x/local/evaluate", "step-00000001", of_try=False)
+    own = [one for one in before if (one["kind"], one["step"]) == ("eval", 1)]
+    assert [_figures(one) for one in found] == [_figures(one) for one in own], "a deterministic run"
+    assert metrics(tmp_path, "x") == before
+    assert checkpoint.steps(tmp_path / "x/local") == [1, 2]
+
+
+def _figures(entry: dict[str, Any]) -> dict[str, Any]:
+    own = (*TIMES, "attempt", "version", "time", "at")
+    return {name: value for name, value in entry.items() if not name.startswith(own)}
+
+
+def test_an_evaluation_alone_wants_held_out_prompts_and_one_process(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    with pytest.raises(SystemExit):
+        main([str(path), "--evaluate"])
+    assert "--evaluate needs --local" in capsys.readouterr().err
+    done = run_local(path, "--evaluate", "--set", "eval.prompts=0")
+    assert (done.returncode, "no held-out prompts" in done.stderr) == (2, True)
+
+
+def test_two_tries_at_once_are_refused_before_either_loses_anything(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    with alone(tmp_path / "x/local"):
+        assert main([str(path), "--local"]) == 2
+    said = capsys.readouterr().err
+    assert f"another try runs in {tmp_path}/x/local (process {os.getpid()} on " in said
+    assert "--set run.out_dir=OTHER" in said
+    with alone(tmp_path / "x/local"):  # the first one has ended
+        pass
+
+
+def test_a_try_without_its_engine_ends_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    path = write_run(tmp_path, tmp_path / "no-model", steps=1, out="x", more='[engine]\nname = "vllm"\n')
+    assert (
+        main([str(path), "--local", "--set", "run.deterministic=false", "--set", "weights.dtype=float32"])
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert f"{sys.executable} has no vLLM" in said
+    assert "--set engine.name=reference" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import threading
 import time
 from collections.abc import MutableMapping
@@ -594,3 +595,13 @@ def test_bins_hold_each_reward_once() -> None:
     assert charts.bins([(0.5, 7)])[0][2] == 7
     assert charts.bins([]) == []
     assert sum(n for *_, n in charts.bins([(1.0, 1), (1.0 + 2**-52, 1)])) == 2
+
+
+def test_the_command_that_is_printed_shows_the_address_with_the_token(tmp_path: Path) -> None:
+    token = tmp_path / "it's my $HOME" / "web.token"
+    token.parent.mkdir()
+    token.write_text("secret\n")
+    command = web.address_command("http://127.0.0.1:1/", token)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "http://127.0.0.1:1/?token=secret\n"
+    assert "secret" not in command

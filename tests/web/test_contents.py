@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -171,6 +171,43 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
     with pytest.raises(LedgerError, match="no run 'other'"):
         export.write(url, "other", tmp_path / "b.html")
     assert not (tmp_path / "b.html").exists()
+
+
+def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's file has thousands of pages with texts; a Python that starts takes half a second."""
+    url, started = ledger(tmp_path), list[object]()
+    popen = subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        started.append(arguments)
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    shown = export.write(url, "sorting", tmp_path / "x.html")
+    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 3
+    assert "&lt;w11003&gt;" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert len(started) == 1
+
+
+def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger(tmp_path)
+    bomb(tmp_path / "bomb.json")
+    good, bad = str(tmp_path / "tokenizer.json"), str(tmp_path / "bomb.json")
+    many = [11_000 + i % 9 for i in range(100_000)]  # more than a pipe holds, each way
+    with texts.Child() as child:
+        assert texts.read(good, [[11_000], many], (), child) == texts.read(good, [[11_000], many])
+        for _ in range(3):
+            with pytest.raises(ConfigError, match="cannot be used"):
+                texts.read(bad, [[11_000]], (), child)
+        assert child.started <= 2
+        os.mkfifo(tmp_path / "fifo.json")
+        monkeypatch.setattr(texts, "WALL_S", 3.0)
+        with pytest.raises(ConfigError, match="or ends its process"):
+            texts.read(str(tmp_path / "fifo.json"), [[11_000]], (), child)
+        monkeypatch.undo()
+        assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
 
 
 def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:

@@ -467,6 +467,22 @@ def origin_of(items: Sequence[Item], template: PromptTemplate, answer_field: str
     return hasher.hexdigest(16)
 
 
+def unknown_note(tokenizer: Tokenizer, prompts: Sequence[PromptTask]) -> str:
+    """What is said where the model would read something else than these prompts; "" where its tokenizer knows all that they hold."""
+    named = getattr(tokenizer.model, "unk_token", None)
+    unknown = tokenizer.token_to_id(named) if named else None
+    if unknown is None:
+        return ""
+    lost = [one for one in prompts if unknown in one.tokens]
+    if not lost:
+        return ""
+    shown = tokenizer.decode(list(lost[0].tokens), skip_special_tokens=False)
+    many = f"{len(lost)} of {len(prompts)} prompts"
+    return (
+        f"LOOK: {many} hold what the tokenizer does not know and reads as {named!r}, such as {shown[-60:]!r}"
+    )
+
+
 def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder. Raises `ConfigError`."""
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""`python -m trainer.prepare draft FOLDER --model PATH --data PATH`, `… tiny FOLDER`, `… check FOLDER` and `… host FOLDER`: what
+"""`python -m trainer.prepare draft FOLDER --model PATH|--tiny --data PATH`, `… tiny FOLDER`, `… check FOLDER` and `… host FOLDER`: what
 `scavenger init` starts.
 
 Owns arguments, reading, writing and exit codes: 0 done, 2 refused. Existing files are left unless --force. `host` prints what the daemon
@@ -38,7 +38,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     drafting = commands.add_parser("draft")
     drafting.add_argument("folder", type=Path)
-    drafting.add_argument("--model", type=Path, required=True)
+    drafting.add_argument("--model", type=Path)
+    drafting.add_argument("--tiny", action="store_true", help="make the model, in FOLDER/model")
     drafting.add_argument("--data", type=Path)
     for name in (
         "--environment",
@@ -82,15 +83,19 @@ def longest_prompt(folder: Path, data: DataFacts) -> int:
     """Tokens of the longest prompt among the first rows, without its template; of an environment a guess. Raises `ConfigError`."""
     if data.environment:
         return draft.CONVERSATION_TOKENS
-    tokenizer = open_tokenizer(folder)
+    found = open_tokenizer(folder).encode_batch(_texts(data), add_special_tokens=False)
+    return max(len(one.ids) for one in found)
+
+
+def _texts(data: DataFacts) -> list[str]:
+    """Of the prompts of the first rows."""
     prompts = [row.get(data.prompt_field) for row in data.rows]
-    texts = [
+    return [
         prompt
         if isinstance(prompt, str)
         else "\n".join(str(turn.get("content", "")) for turn in prompt or () if isinstance(turn, dict))
         for prompt in prompts
     ]
-    return max(len(found.ids) for found in tokenizer.encode_batch(texts, add_special_tokens=False))
 
 
 def gpu_memory(options: argparse.Namespace) -> tuple[float, str]:
@@ -166,13 +171,15 @@ def write_smallest(options: argparse.Namespace) -> None:
     )
     if not options.state_dir:
         print("run.state_dir: NOT KNOWN, must be set: the daemon's (init --state-dir)")
-    print(f"next: scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}")
+    print(
+        f"next: scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}; "
+        f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"
+    )
 
 
 def write(options: argparse.Namespace) -> None:
     """run.toml and train.sbatch, both or none. Raises `ConfigError`."""
     folder = _folder(options)
-    facts = model.read_facts(options.model.resolve())
     if options.environment:
         data = rows.of_environment(options.environment, options.environment_python)
     else:
@@ -186,6 +193,9 @@ def write(options: argparse.Namespace) -> None:
         )
     if options.engine not in ("", "vllm", "reference"):
         raise ConfigError(f"--engine {options.engine}: there is no such engine", "say vllm or reference")
+    if options.tiny:
+        options.model = _text_model(folder / "model", data)
+    facts = model.read_facts(options.model.resolve())
     engine = options.engine or sizes.engine_for(facts.parameters, options.gpus)
     gpu_gb, gpu_source = gpu_memory(options)
     wish = RunOptions(
@@ -226,8 +236,17 @@ def write(options: argparse.Namespace) -> None:
     if missing := draft.missing_extra(facts, data, wish):
         print(f"LOOK: {missing}")
     print(
-        f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}"
+        f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}; "
+        f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"
     )
+
+
+def _text_model(folder: Path, data: DataFacts) -> Path:
+    from trainer.prepare import smallest  # torch: seconds of imports
+
+    count = smallest.make_text_model(folder, max(len(text.encode()) for text in _texts(data)))
+    print(f"wrote {folder}: {count / 1e6:.2f} M parameters, random; a token a byte")
+    return folder
 
 
 def _whole(path: Path) -> Path:

@@ -29,12 +29,13 @@ from scavenger.sizing.shape import ModelShape
 from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files, manifest
 from trainer import embedded, reserved
-from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
+from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens, unknown_note
 from trainer.model.mesh import Division, check_nodes, divide
 from trainer.prepare import model as models
 from trainer.prepare import weights
 from trainer.prepare.draft import shape_of
 from trainer.prepare.model import ModelFacts
+from trainer.serving import refuse_missing_engine
 
 #: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
 LEAST_SHARE = 0.5
@@ -227,6 +228,8 @@ def _data(config: RunConfig, seen: _Seen) -> str:
             "the tokenizer is another model's",
         )
     seen.held_out = held_out
+    if note := unknown_note(seen.tokenizer, [*seen.prompts, *held_out]):
+        seen.said.append(note)
     longest = max(len(prompt_task.tokens) for prompt_task in (*seen.prompts, *held_out))
     seen.longest = prompts.longest
     return "; ".join(
@@ -309,11 +312,7 @@ def _engine(config: RunConfig) -> str:
     from trainer.prepare import engines
 
     if config.engine.name == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                'engine.name = "vllm", and this Python has no vLLM',
-                'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
-            )
+        refuse_missing_engine(config)
         _divides(config)
         engines.check_vllm_model(text)
         engines.check_vllm_options(config.engine.vllm)

@@ -24,6 +24,8 @@ COMPLETION_TOKENS = 8192
 #: Of an environment's conversation, beside its last completion.
 CONVERSATION_TOKENS = 6144
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
+#: Of a model too small to have learnt anything before: fewer parameters than `TOY`. At 1e-6 it would not move within a run.
+TOY, TOY_LEARNING_RATE = 10_000_000, "5e-3"
 WAKE_AFTER_S = 30.0
 DAYS = 2
 MATH, EXACT = "trainer.verifiers:math", "trainer.verifiers:exact"
@@ -80,6 +82,10 @@ def length_reason(limit: int, context: int, completion_tokens: int) -> str:
     return f"the model's own limit of {limit} less {context - completion_tokens} for prompts"
 
 
+def learning_rate(model: ModelFacts) -> str:
+    return TOY_LEARNING_RATE if model.parameters < TOY else LEARNING_RATE
+
+
 def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
     context, completion_tokens = lengths(model.context, wish.longest)
     samples = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
@@ -110,7 +116,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
         _sampling(model, context, completion_tokens),
         _engine(wish, chosen),
         _reward(model, data, wish),
-        _training(data, chosen),
+        _training(data, chosen, learning_rate(model)),
     ]
     return "\n".join(sections)
 
@@ -119,7 +125,9 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
     """What the two files take for granted, by file, with the option or key that says otherwise. `given`: the options that were given."""
     chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest)
     many = "" if wish.nodes == 1 else "s"
-    learning = f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} completions, lr {LEARNING_RATE}"
+    learning = (
+        f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} completions, lr {learning_rate(model)}"
+    )
     rows = [
         (
             "--partition",
@@ -413,7 +421,7 @@ on_reward_error = "stop"            # or "mask": completions that cannot be judg
 """
 
 
-def _training(data: DataFacts, chosen: Sizes) -> str:
+def _training(data: DataFacts, chosen: Sizes, rate: str) -> str:
     held_out = (
         f"path = {_s(data.held_out)}\n"
         if data.held_out
@@ -428,7 +436,7 @@ name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: 
 #on_length = "mask"                 # completions that max_tokens ended are not trained
 
 [optimizer]
-lr = {LEARNING_RATE}
+lr = {rate}
 warmup_steps = 10
 
 [lora]

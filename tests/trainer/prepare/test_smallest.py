@@ -54,7 +54,7 @@ def test_files_that_are_there_stay_and_an_unknown_site_is_said(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "m", "--data", "d"], "leave --model and --data out"),
+        (["--model", "m", "--data", "d"], "leave --model and --environment out"),
         (["--reward", "a:b", "--nodes", "2"], "--nodes, --reward"),
         (["--site"], "--site"),
     ],
@@ -64,6 +64,43 @@ def test_options_that_it_would_ignore_are_refused(words: list[str], said: str, t
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", "").split())
     assert not (tmp_path / "first").exists()
+
+
+def test_with_data_of_a_user_s_own_it_makes_a_model_that_reads_any_text(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["3+4=", "Grüße, 漢字 \u200d🙂\n\tEnde"]
+    rows = [{"question": said[at % 2], "level": at % 3} for at in range(200)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "mine"
+    (folder / "model").mkdir(parents=True)
+    (folder / "spread.py").write_text(
+        "def digits(prompt, completion, meta):\n    return len(completion) / 100\n"
+    )
+    words = [f"--data={tmp_path}/own.jsonl", "--prompt-field=question", "--reward=spread:digits"]
+    given = ["draft", str(folder), "--tiny", *words, "--engine=reference", "--gpus=1", f"--state-dir={site}"]
+    assert program.main(given) == 0
+    tokenizer = open_tokenizer(folder / "model")
+    for text in said:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+    found = list(check.check(folder / "run.toml", check.gpus_of((folder / "train.sbatch").read_text())))
+    assert [one.problem for one in found if one.problem] == []
+    config = read_run(folder / "run.toml")
+    assert config.optimizer.lr == 5e-3, "random weights do not move at 1e-6"
+    assert config.sampling.max_tokens < 200
+    assert "--local" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_command_makes_a_model_for_data_of_a_user_s_own(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"question": "3+4=", "answer": "7"}\n' * 100)
+    words = ["init", str(tmp_path / "mine"), "--tiny", "--data", str(tmp_path / "own.jsonl"), "--gpus=0"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "SCAVENGER_BACKEND": "local"}
+    argv = [sys.executable, "-m", "scavenger", *words, "--reward", "trainer.verifiers:exact"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    config = read_run(tmp_path / "mine/run.toml")
+    assert (config.model.path, config.engine.name) == (tmp_path / "mine/model", "reference")
+    assert config.data.path == tmp_path / "own.jsonl"
 
 
 def test_the_reward_gives_a_part_for_each_right_digit_and_none_for_more_of_them() -> None:
