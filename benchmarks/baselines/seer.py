@@ -8,8 +8,8 @@
     grouped speculation   drafts come from all siblings, wherever they ran
 
 No code of it is published, and the text of the paper was not at hand whole. What is open is decided in its favour: the pool costs nothing,
-an engine takes the sample that the order names as soon as it has a slot, a lost engine costs the chunk alone, and reserved GPUs change between
-generating and training at once (`asynchronous_run.synchronous`). `chunk_tokens` is given; the best of several counts.
+an engine takes the sample that the order names as soon as it has a slot, a lost engine costs the chunk alone, and reserved GPUs change
+between generating and training at once (`asynchronous_run.synchronous`). `chunk_tokens` is given; the best of several counts.
 """
 
 from __future__ import annotations

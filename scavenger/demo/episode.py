@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from scavenger import resources
 from scavenger.ledger import queries
 from scavenger.ledger.read.prompts import whole_prompts
-from scavenger.ledger.read.tokens import Decoder
+from scavenger.ledger.read.tokenizer import Decoder
 from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_tokens
 

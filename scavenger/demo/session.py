@@ -29,7 +29,7 @@ from scavenger.demo import agent, episode, metrics, report, training
 from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
-from scavenger.ledger.read.tokens import load_tokenizer
+from scavenger.ledger.read.tokenizer import load_tokenizer
 
 REFRESH_S = 0.5
 LINE_S = 5.0

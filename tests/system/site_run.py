@@ -291,7 +291,9 @@ def result(head: BootedHost) -> play.Result:
     """As `play.result`, of the site's ledger; read there, where its password is."""
     said = as_scavenger(head, "env", f"PYTHONPATH={CLONE}", PYTHON, "-c", _RESULT, LEDGER)
     told = json.loads(said)
-    tokens = {(step, prompt, index): bytes.fromhex(data) for (step, prompt, index), data in told["tokens"]}
+    tokens: dict[tuple[int, ...], bytes] = {
+        (step, prompt, index): bytes.fromhex(data) for (step, prompt, index), data in told["tokens"]
+    }
     return play.Result(tokens, {step: (reward, loss) for step, (reward, loss) in told["steps"]})
 
 
