@@ -147,7 +147,7 @@ until_seen '*READY:*READY:*' || exit 1
 zpty -n -w typed $'scavenger enr\t'  # the first Tab of a session only loads what Typer wrote: zsh rings its bell
 until_seen $'*enr*\a*' || exit 1
 zpty -n -w typed $'\t'
-until_seen '*scavenger enroll*' || exit 1
+until_seen '*scavenger enr*oll *' || exit 1  # between the two, the bell
 zpty -d typed
 print completed
 """
