@@ -119,6 +119,10 @@ class Diverged(ScavengerError):
     """A step's gradient is no number, or infinite, or its samples are too old. The step was not taken."""
 
 
+class StaleSamples(Diverged):
+    """A step's samples are too far from the weights that train them. The parameters are the step before's."""
+
+
 class DaemonUnavailable(ScavengerError):
     """No daemon answered within the deadline."""
 

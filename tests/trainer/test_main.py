@@ -14,12 +14,13 @@ import pytest
 
 import trainer.__main__ as program
 from scavenger.config import RunConfig, read_run
-from scavenger.errors import ConfigError, DaemonUnavailable
+from scavenger.errors import ConfigError, DaemonUnavailable, StaleSamples
 from scavenger.protocol import keys
 from scavenger.weights.source import serving_interface
 from tests.trainer.test_local import write_run
 from trainer.checkpoint import checkpoint
 from trainer.local import LocalRun
+from trainer.loop import step
 from trainer.loop.comm import Solo
 from trainer.loop.ending import SIGINT_EXIT, SIGNALS, SIGTERM_EXIT, Ending, EndRequested
 
@@ -320,3 +321,26 @@ def test_a_reward_beside_run_toml_that_raises_leaves_the_steps_before_it_saved(
     assert done, "a step was done"
     assert checkpoint.steps(tmp_path / "x" / "local") == [done[-1]]
     assert f"the weights after step {done[-1]} are saved; the next start goes on from there" in said.out
+
+
+def test_a_run_whose_samples_are_too_stale_leaves_the_step_before_saved(
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    signals: None,
+) -> None:
+    """When a step is too stale is `test_streaming.py`'s; here it is said of the second one."""
+    path = write_run(tmp_path, model_folder, steps=3, out="x")
+    path.write_text(path.read_text().replace("every = 1", "every = 100"))
+
+    def second(self: step.Stepper, work: Any) -> None:
+        if work.step == 2:
+            raise StaleSamples("step 2: too far", "lower k")
+
+    monkeypatch.setattr(step.Stepper, "_check_staleness", second)
+    assert program.main([str(path), "--local"]) == 1
+    said = capsys.readouterr()
+    assert "step 2: too far" in said.err
+    assert checkpoint.steps(tmp_path / "x" / "local") == [1]
+    assert "the weights after step 1 are saved; the next start goes on from there" in said.out

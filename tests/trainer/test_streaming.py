@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, Diverged
+from scavenger.errors import ConfigError, StaleSamples
 from scavenger.protocol import messages
 from tests.trainer.step_prompts import of_step
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
@@ -381,7 +381,7 @@ def test_a_step_whose_samples_are_too_far_from_its_weights_is_not_taken(model_fo
     stepper.ask(2, 1, of_step(prompts, 2))
     stepper.step(1, 1, of_step(prompts, 1))
     weights = ranks.weights.clone()
-    with pytest.raises(Diverged, match=r"step 2: .*max_staleness_kl = 1e-05; the step was not taken"):
+    with pytest.raises(StaleSamples, match=r"step 2: .*max_staleness_kl = 1e-05; the step was not taken"):
         stepper.step(2, 1, of_step(prompts, 2))
     assert torch.equal(ranks.weights, weights)
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, EngineError, RewardError, ScavengerError, WeightsError
+from scavenger.errors import ConfigError, EngineError, RewardError, ScavengerError, StaleSamples, WeightsError
 from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.scoring import Scoring, specs
@@ -41,8 +41,8 @@ from trainer.loop.ranks import Ranks
 from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper, TrainerRun
 
 POLL_S = 0.1
-#: What stops a run where rewards, engines or prompts are waited for: parameters are a whole step's then.
-BETWEEN_UPDATES = (RewardError, EngineError, ConfigError)
+#: What stops a run before a step's first update: parameters are a whole step's then.
+BETWEEN_UPDATES = (RewardError, EngineError, ConfigError, StaleSamples)
 
 
 @dataclass(frozen=True, slots=True)

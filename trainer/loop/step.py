@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from scavenger.config import RunConfig
-from scavenger.errors import Diverged, EngineError, WireError
+from scavenger.errors import EngineError, StaleSamples, WireError
 from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
@@ -732,14 +732,14 @@ class Stepper:
         self._kept = {kept.group_id: self._kept[kept.group_id] for kept in left}
 
     def _check_staleness(self, work: _Work) -> None:
-        """Raise `Diverged` where the samples are too far from the weights that train them; these are a whole step's yet."""
+        """Raise `StaleSamples` where the samples are too far from the weights that train them; these are a whole step's yet."""
         algorithm = self._config.algorithm
         if not algorithm.max_staleness_kl:
             return
         rows = list(work.stats.values())
         k3 = math.fsum(row.mismatch_k3 for row in rows) / max(1, sum(row.tokens for row in rows))
         if k3 > algorithm.max_staleness_kl or math.isnan(k3):
-            raise Diverged(
+            raise StaleSamples(
                 f"step {work.step}: its samples are {k3:.3g} nats a token (k3) from the weights that train them, over "
                 f"algorithm.max_staleness_kl = {algorithm.max_staleness_kl:g}; the step was not taken",
                 f"lower optimizer.lr, or algorithm.max_off_policy_steps = {algorithm.max_off_policy_steps}, and start the training job "
