@@ -109,8 +109,8 @@ def test_losses_of_engines_gateways_and_environment_workers_change_no_token_and_
 ) -> None:
     with agents.ToolServer().serving() as tool:
         environment = agents.plain(small_model, tool, tmp_path)
-        found = _disturbed(tmp_path / "disturbed", environment, engines=2, others=1, steps=2)
-        assert found == agents.undisturbed(environment, tmp_path / "undisturbed", max(found.steps))
+        found = _disturbed(tmp_path / "a", environment, engines=2, others=1, steps=2)
+        assert found == agents.undisturbed(environment, tmp_path / "b", max(found.steps))
 
 
 @pytest.mark.long
@@ -118,8 +118,8 @@ def test_losses_of_engines_gateways_and_environment_workers_change_no_token_and_
 def test_many_losses_change_no_token_and_no_loss(tmp_path: Path, small_model: Path) -> None:
     with agents.ToolServer().serving() as tool:
         environment = agents.plain(small_model, tool, tmp_path)
-        found = _disturbed(tmp_path / "disturbed", environment, engines=8, others=6, steps=6)
-        assert found == agents.undisturbed(environment, tmp_path / "undisturbed", max(found.steps))
+        found = _disturbed(tmp_path / "a", environment, engines=8, others=6, steps=6)
+        assert found == agents.undisturbed(environment, tmp_path / "b", max(found.steps))
 
 
 @needs_verifiers
@@ -135,5 +135,5 @@ def test_losses_change_nothing_of_episodes_of_verifiers(tmp_path: Path) -> None:
         256,
         Path(test_whole_run.__file__).parent,
     )
-    found = _disturbed(tmp_path / "disturbed", environment, engines=3, others=2, steps=2)
-    assert found == agents.undisturbed(environment, tmp_path / "undisturbed", max(found.steps))
+    found = _disturbed(tmp_path / "a", environment, engines=3, others=2, steps=2)
+    assert found == agents.undisturbed(environment, tmp_path / "b", max(found.steps))
