@@ -69,7 +69,7 @@ def blocks(page: str) -> list[Command]:
 def quoted(page: str) -> list[Command]:
     """The commands that a page's prose quotes."""
     said = (" ".join(one.split()) for one in INLINE.findall(BLOCK.sub("", page)))
-    return [Command(one) for one in said if re.match(PROGRAMS, one) and "…" not in one]
+    return [Command(one) for one in said if re.match(PROGRAMS, one) and "…" not in one and " = " not in one]
 
 
 def read(name: str) -> str:

@@ -69,9 +69,18 @@ TRL = By(
 )
 CHECKED = Here(status=1, says=r"\d+ ok", needs=("served",))
 
+LEARNS = By("tests/system/test_agent_demo.py::test_a_small_model_learns_to_add_with_a_calculator")
+FIRST_ENGINE = By(
+    "tests/system/test_deb_first_engine.py::test_an_admin_comes_from_the_package_to_an_engine_and_to_who_waited"
+)
+EVALUATED = By(
+    "tests/trainer/test_local.py::test_a_checkpoint_is_evaluated_without_training_and_the_try_stays_as_it_was"
+)
+
 PAGES: dict[str, dict[str, Entry]] = {
     "README.md": {
         "./scripts/quickstart": QUICKSTART,
+        "./scripts/quickstart --agent": LEARNS,
         "./scripts/test": Not("is what runs this test: .ci/run"),
     },
     "docs/site.md": {
@@ -175,6 +184,23 @@ PAGES: dict[str, dict[str, Entry]] = {
         ),
         "scavenger version": Here(says="0.2.0"),
         "scripts/build-deb": DEB,
+        "useradd --system --uid 990 --user-group --create-home --home-dir /var/lib/scavenger scavenger": FIRST_ENGINE,
+        "python3 -m venv /shared/opt/scavenger": PIP,
+        "/shared/opt/scavenger/bin/pip install -c constraints.txt '.[trainer,math]'": PIP,
+        "editor /etc/scavenger/scavenger.toml": FIRST_ENGINE,
+        "runuser -u scavenger -- scavenger doctor --config /etc/scavenger/scavenger.toml --submit": FIRST_ENGINE,
+        "export PATH=/shared/opt/scavenger/bin:$PATH XDG_CONFIG_HOME=$PWD/.config": FIRST_ENGINE,
+        "scavenger join /shared/scavenger/public": FIRST_ENGINE,
+        "scavenger init $USER-first --tiny --partition reserved": FIRST_ENGINE,
+        "scavenger init $USER-first --check": FIRST_ENGINE,
+        "sbatch $USER-first/train.sbatch": FIRST_ENGINE,
+        "runuser -u scavenger -- scavenger ledger backup FILE": Here(
+            needs=("served",),
+            put={"runuser -u scavenger -- ": "runuser -u root -- ", "FILE": "before-upgrade.ledger"},
+        ),
+        "systemctl stop scavenger": Here(),
+        "apt-get install ./dist/scavenger_*.deb": DEB,
+        "systemctl start scavenger": Here(),
         "apt-get install ./dist/scavenger_0.2.0_amd64.deb": DEB,
         "install -d -o scavenger -g scavenger -m 0755 /shared/scavenger": DEB,
         "runuser -u scavenger -- scavenger init /shared/scavenger --site --ledger sqlite:////var/lib/scavenger/ledger.sqlite3": DEB,
@@ -287,6 +313,14 @@ wait %1""": By(
         "scavenger init first --tiny": Here(needs=("served",), says="train.sbatch", long=True),
         "scavenger init my-run --model MODEL --data PROMPTS": Here(needs=("served",), says="train.sbatch"),
         "scavenger init my-run --check": Here(needs=("small",), long=True),
+        "scavenger init toy --tiny --data PROMPTS --reward my_reward:score": By(
+            "tests/trainer/prepare/test_smallest.py::test_the_command_makes_a_model_for_data_of_a_user_s_own"
+        ),
+        "scavenger init my-run --model MODEL --data PROMPTS --reward my_reward:score": Here(
+            needs=("served",), put={"my-run": "rewarded"}, says="train.sbatch"
+        ),
+        "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
+        "python -m trainer my-run/run.toml --local --evaluate --resume OUT_DIR/checkpoints/step-00000020": EVALUATED,
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished"),
         "sbatch my-run/train.sbatch": SUBMITTED,
         "sbatch my-run/train.sbatch --set algorithm.name=gspo --set run.name=gspo --set run.out_dir=gspo": SUBMITTED,
@@ -307,7 +341,11 @@ wait %1""": By(
         ),
     },
     "docs/agents.md": {
-        "pip install 'scavenger[gateway]'": EXTRA,
+        "pip install -c constraints.txt '.[gateway]'": EXTRA,
+        "scavenger demo --agent": LEARNS,
+        "scripts/chaos --kills 20 --episodes external": By(
+            "tests/system/test_chaos.py::test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_ask_nothing_again"
+        ),
         "scavenger gateway run.toml": GATEWAY,
         """curl -s -X POST $ENDPOINT/episodes -H "Authorization: Bearer $ADMIN_KEY" -d '{"episode": "task-17"}'""": GATEWAY,
         "scavenger ledger report episodes": Here(needs=("served",), says="turn|episode"),
@@ -325,6 +363,15 @@ wait %1""": By(
         "scavenger ledger check": Here(says="sound"),
         "systemctl start scavenger": Here(),
         "scavenger ledger restore": Here(needs=("stopped",), put={"restore": "restore --yes"}),
+        "export SCAVENGER_CONFIG=/etc/scavenger/scavenger.toml": Here(),
+        "runuser -u scavenger -- scavenger ledger restore /backup/monday.ledger": Here(
+            needs=("stopped",),
+            put={"runuser -u scavenger -- ": "runuser -u root -- ", "restore": "restore --yes"},
+        ),
+        "runuser -u scavenger -- scavenger ledger check": Here(
+            put={"runuser -u scavenger -- ": "runuser -u root -- "}, says="sound"
+        ),
+        "systemctl enable --now scavenger": Here(),
         "scavenger daemon --config scavenger.toml --standby": By(
             "tests/ledger/test_succession.py::test_a_second_daemon_is_refused_a_killed_one_is_succeeded_at_once_and_taking_over_is_asked_for"
         ),
@@ -437,6 +484,13 @@ HOURS = Not("takes hours, and traces that are not in this repository; its figure
 GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
+    "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
+    "sbatch my-run/train.sbatch --set run.steps=300 --set optimizer.lr=5e-7": SUBMITTED,
+    "scavenger init --site": Here(put={"init --site": "init drafted-site --site"}, says="scavenger.toml"),
+    "scavenger daemon --new-ledger": By(
+        "tests/ledger/test_identity.py::test_a_ledger_that_is_gone_is_not_begun_anew_unless_that_is_meant"
+    ),
+    "python -m benchmarks.harmless --hours 6 --compress 10 --together 6": HOURS,
     "sbatch train.sbatch": Here(
         needs=("served", "first"), put={"train.sbatch": "first/train.sbatch"}, says="Submitted", long=True
     ),

@@ -158,7 +158,7 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     assert host.run("cat", "/etc/scavenger/scavenger.toml") == configured
     assert "sound" in host.run(*AS_USER, "ledger", "check", env=CONFIG)
 
-    remove, purge = block("Debian and Ubuntu", 5)
+    remove, purge = block("Debian and Ubuntu", 6)
     apt(host, *remove.split()[1:])
     assert unit(host, "ActiveState") == "inactive"
     assert host.run("pgrep", "-u", "scavenger", check=False) == ""
