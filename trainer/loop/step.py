@@ -606,6 +606,9 @@ class Stepper:
             else [self._scoring.settle([one])[0] for one in scope]
         )
         anew = {group.group_id: group for group in settled}
+        known = {*work.trained, *(group.group_id for group in work.ready)}
+        # The filter had left these out; without the masked samples their rewards are within its bounds.
+        back = [group for group in settled if group.rows and group.group_id not in known]
         work.scored |= anew
         work.ready = [anew.get(group.group_id, group) for group in work.ready]
         before = sum(self._trained_of.pop(one.worker_id, 0) for one in suspects)
@@ -620,6 +623,9 @@ class Stepper:
             )
         if tainted:
             self._train_anew(work)
+        if back:
+            self._train_groups(work, back)
+            self._compare(work, back)
 
     def _train_anew(self, work: _Work) -> None:
         """Give up the gradients of the step and train the groups that were trained, as they are now."""
