@@ -76,9 +76,9 @@ def read_token(path: Path) -> str:
     if not path.exists():
         keys.write_private(path, secrets.token_urlsafe(32).encode())
     token = keys.read_private(path).decode("utf-8", "replace").strip()
-    if not re.fullmatch(r"[\x21-\x7e]{20,}", token):
+    if not re.fullmatch(r"[A-Za-z0-9._~-]{20,}", token):
         raise AuthError(
-            f"{path} holds no token of 20 ASCII characters or more without spaces",
+            f"{path} holds no token of 20 letters, digits and ._~- or more",
             f"remove {path}: a new one is made",
         )
     return token

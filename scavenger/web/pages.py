@@ -490,7 +490,8 @@ def harm(connection: sa.Connection) -> Page:
                 "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",
                 preempted,
                 ask(connection, preempted)[: questions.MOST_WAITS],
-                note="whatever the polls saw; Slurm's times are whole seconds",
+                note="Whatever the polls saw; Slurm's times are whole seconds. How long is known of engines with notice: others may "
+                "have kept their GPUs for all of GraceTime.",
             ),
             table_of("GPU-hours given, by user", given, ask(connection, given)[: questions.MOST_WAITS]),
         ),

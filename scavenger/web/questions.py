@@ -160,7 +160,8 @@ WITH ended AS (
          CASE WHEN w.notice THEN 1 ELSE 0 END AS with_notice,
          COALESCE(w.salvaged, 0) AS salvaged, COALESCE(w.regenerated, 0) AS regenerated,
          CASE WHEN w.notice THEN CASE WHEN h.ended_at > w.left_at THEN h.ended_at - w.left_at ELSE 0 END END AS kept_s
-  FROM v_gpu_allocations h LEFT JOIN v_workers w ON w.intent_id = h.intent_id AND w.incarnation = h.restart_count
+  FROM v_gpu_allocations h LEFT JOIN v_workers w ON w.worker_id = (
+    SELECT max(worker_id) FROM v_workers x WHERE x.intent_id = h.intent_id AND x.incarnation = h.restart_count)
   WHERE h.ended_at IS NOT NULL AND h.reason = 'preempted'
 )
 SELECT d.day_utc, count(*) AS preempted, sum(e.with_notice) AS engines_with_notice,

@@ -193,7 +193,12 @@ def _bounded_cpu() -> None:
     """Of what comes from now on."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = math.ceil(used.ru_utime + used.ru_stime) + CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(
+        resource.RLIMIT_CPU
+    )  # a login node's may be finite, and is not ours to raise
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+    )
 
 
 def _serve_many() -> None:

@@ -275,3 +275,29 @@ def test_harm_counts_what_slurm_preempted_though_no_poll_saw_anybody_wait(tmp_pa
     day = time.strftime("%Y-%m-%d", time.gmtime(begin))
     said = [cell if isinstance(cell, str) else cell.text for cell in panel.body[0]]
     assert said == [day, "3", "2", "1", "2", "21", "5"]
+
+
+def test_an_engine_that_registered_again_is_preempted_once(tmp_path: Path) -> None:
+    at = T0 + 5 * 86_400
+    told: list[r.Record] = [
+        r.JobIntended("j41", 1, "scavenge", 1, "k41", at),
+        r.AllocationStarted("j41", 0, 941, "gpu1", 1, at + 1),
+        r.WorkerJoined(41, 1, "harvested", "j41", "s41", 0, 941, "gpu1", 1, "vllm", at + 2),
+        r.WorkerLeft(41, "the connection was lost", False, 1, 3, 4, at + 50),
+        r.WorkerJoined(42, 1, "harvested", "j41", "s42", 0, 941, "gpu1", 1, "vllm", at + 60),
+        r.WorkerLeft(42, "preempted", True, 1, 7, 0, at + 100),
+        r.AllocationEnded("j41", 0, "preempted", at + 102),
+    ]
+    with reading(store.open_readonly(ledger(tmp_path, more=[told]))) as connection:
+        (panel,) = [one for one in pages.harm(connection).panels if "Slurm preempted" in one.title]
+    said = [cell if isinstance(cell, str) else cell.text for cell in panel.body[0]]
+    assert said[1:] == ["1", "1", "2", "2", "7", "0"]
+
+
+def test_a_child_leaves_a_limit_of_the_host_as_it_is() -> None:
+    code = "import resource as r; r.setrlimit(r.RLIMIT_CPU, (600, 600)); from scavenger.web import texts; texts._bounded_cpu(); "
+    code += "print(*r.getrlimit(r.RLIMIT_CPU))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    soft, hard = map(int, said.split())
+    assert hard == 600
+    assert soft <= texts.CPU_S + 60
