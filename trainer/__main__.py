@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from rollout.engines import account
 from scavenger import config as configs
@@ -364,10 +365,24 @@ def evaluation_of(config: RunConfig, resume: str) -> tuple[RunConfig, str]:
     """`--evaluate`: the configuration with a folder of its own beside the checkpoints, one for each, and the checkpoint as `--resume` names
     it. So what is evaluated is neither gone on with nor gone back from. Raises `ConfigError`.
     """
-    chosen = checkpoint.select(config.run.out_dir, resume)
-    folder = config.run.out_dir / "evaluate" / (chosen.name if chosen else "start")
-    run = config.run.model_copy(update={"out_dir": folder})
-    return config.model_copy(update={"run": run}), str(chosen.resolve()) if chosen else "none"
+    mine = config.run.out_dir
+    chosen = checkpoint.select(mine, resume)
+    if chosen is None and resume == "auto":
+        raise ConfigError(
+            f"--evaluate: there is no checkpoint in {mine}", "--resume none evaluates the model as it was"
+        )
+    name = "start"
+    if chosen is not None:
+        own = checkpoint.select(mine, "auto")
+        elsewhere = own is None or chosen.resolve().parent != own.resolve().parent
+        # Checkpoints of the run and of the try have the same names.
+        name = chosen.name + (f"-{blake3(str(chosen.resolve()).encode()).hexdigest(4)}" if elsewhere else "")
+    run = config.run.model_copy(update={"out_dir": mine / "evaluate" / name})
+    # A tracker's history is the run's, which stays as it was.
+    monitor = config.monitor.model_copy(update={"wandb": "off", "mlflow": ""})
+    return config.model_copy(update={"run": run, "monitor": monitor}), str(
+        chosen.resolve()
+    ) if chosen else "none"
 
 
 def refuse_no_evaluation(prompts: PromptSource) -> None:

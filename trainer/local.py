@@ -50,6 +50,10 @@ def alone(folder: Path) -> Iterator[None]:
                     f"another try runs in {folder} ({file.read().strip() or 'of a process that is not known'})",
                     "wait for it or end it by Ctrl-C, or give this one a folder of its own: --set run.out_dir=OTHER",
                 ) from error
+            print(
+                f"{folder}: this file system has no locks ({error.strerror}); do not start two tries here",
+                flush=True,
+            )
         else:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}\n")

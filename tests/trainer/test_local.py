@@ -228,7 +228,9 @@ def test_an_evaluation_alone_wants_held_out_prompts_and_one_process(
     with pytest.raises(SystemExit):
         main([str(path), "--evaluate"])
     assert "--evaluate needs --local" in capsys.readouterr().err
-    done = run_local(path, "--evaluate", "--set", "eval.prompts=0")
+    done = run_local(path, "--evaluate")
+    assert (done.returncode, "there is no checkpoint in" in done.stderr) == (2, True)
+    done = run_local(path, "--evaluate", "--resume", "none", "--set", "eval.prompts=0")
     assert (done.returncode, "no held-out prompts" in done.stderr) == (2, True)
 
 

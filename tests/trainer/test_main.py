@@ -344,3 +344,22 @@ def test_a_run_whose_samples_are_too_stale_leaves_the_step_before_saved(
     assert "step 2: too far" in said.err
     assert checkpoint.steps(tmp_path / "x" / "local") == [1]
     assert "the weights after step 1 are saved; the next start goes on from there" in said.out
+
+
+def test_an_evaluation_alone_has_a_folder_of_its_own_checkpoint_and_reaches_no_tracker(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """The run's `step-00000020` is not the try's, whose folder and history it would else be added to."""
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    config = program.configs.read_run(path)
+    config = config.model_copy(
+        update={"monitor": config.monitor.model_copy(update={"wandb": "online", "mlflow": "http://x"})}
+    )
+    made = [config.run.out_dir / "checkpoints", tmp_path / "run/checkpoints"]
+    for folder in made:
+        (folder / "step-00000020").mkdir(parents=True)
+        (folder / "step-00000020" / checkpoint.STATE_FILE).write_text("{}")
+    found = [program.evaluation_of(config, str(folder / "step-00000020")) for folder in made]
+    assert {named for _, named in found} == {str((one / "step-00000020").resolve()) for one in made}
+    assert len({one.run.out_dir for one, _ in found}) == 2
+    assert all((one.monitor.wandb, one.monitor.mlflow) == ("off", "") for one, _ in found)

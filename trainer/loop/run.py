@@ -277,6 +277,8 @@ class Loop:
     def _checkpoint_at_end(self) -> None:
         """The trainer was told to end: a checkpoint of the last whole step, unless there is one, or it is the beginning."""
         self._checkpoints.finish()
+        if self._start.step >= self._config.run.steps:
+            return  # an evaluation alone: its weights are in the checkpoint that it began with
         if self._settled.step and self._settled.step not in checkpoint.steps(self._config.run.out_dir):
             self._checkpoint()
             self._checkpoints.finish()
@@ -289,7 +291,7 @@ class Loop:
         except (ScavengerError, OSError) as error:
             self._monitor.say(f"the weights after step {step} could not be saved: {error}")
         else:
-            if step:
+            if step > self._start.step or step in checkpoint.steps(self._config.run.out_dir):
                 self._monitor.say(
                     f"the weights after step {step} are saved; the next start goes on from there"
                 )
