@@ -51,6 +51,7 @@ SYSTEMCTL = """#!/bin/bash
 # In place of systemd, which no container of the gate has: starts, ends and asks the daemon of the test.
 verb="$1"
 pid="$(cat {root}/daemon.pid 2>/dev/null)"
+grep -aq {root} "/proc/$pid/cmdline" 2>/dev/null || pid=  # it ended, and the number may be another process's
 stop() {{
     [ -n "$pid" ] || return 0
     kill -TERM "$pid" 2>/dev/null
@@ -123,10 +124,10 @@ class Place:
             for name in ("bin", "home", "var", "mine", "backup", "work", "systemd"):
                 (self.root / name).mkdir()
             self._stack.enter_context(warm.warmed(self.root / "warm", self.root / "bin/scavenger"))
-            self._stack.callback(self.run, "systemctl stop scavenger")
             shim = self.root / "bin/systemctl"
             shim.write_text(SYSTEMCTL.format(root=self.root, python=sys.executable))
             shim.chmod(0o755)
+            self._stack.callback(self.run, "systemctl stop scavenger")
             # What is submitted waits for this one: whole runs on a Slurm are other tests' affair.
             self._well("sbatch -p reserved --exclusive -o /dev/null --wrap 'sleep infinity'")
             write_small_model(self.root / "model")
@@ -166,6 +167,8 @@ class Place:
             "RUN": "sorting",
         }.items():
             text = re.sub(rf"(?<![\w$-]){name}(?![\w])", value, text)
+        elsewhere = re.findall(r"(?<![\w.-])/(?:etc|opt|var/lib|usr/lib|shared|backup)/\S*", text)
+        assert elsewhere == [], f"{text!r} would write outside {self.root}: say in `real` what stands for it"
         return text
 
     def folder(self, page: str) -> Path:
@@ -182,8 +185,8 @@ class Place:
         environ = {
             name: value
             for name, value in self.slurm.env.items()
-            if name not in ("SCAVENGER_CONFIG", "COLUMNS")
-        }
+            if name not in ("SCAVENGER_CONFIG", "COLUMNS") and not name.startswith("PG")
+        }  # a developer's own PGSERVICE or PGHOSTADDR would lead `dropdb` elsewhere
         python = str(Path(sys.executable).parent)
         if self._server is not None:
             query = sa.make_url(self._server.url)

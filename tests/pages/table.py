@@ -301,7 +301,11 @@ wait %1""": By(
     },
     "docs/web.md": {
         "pip install -c constraints.txt '.[web]'": PIP,
-        "scavenger web": Here(needs=("served",), until=r"serves http://127.0.0.1:8765/"),
+        "scavenger web": Here(
+            needs=("served",),
+            put={"scavenger web": "scavenger web --port 0"},
+            until=r"serves http://127.0.0.1:\d+/",
+        ),
         "ssh -L 8765:127.0.0.1:8765 daemon-host": DESK,
         "scavenger web --export run.html --run RUN": Here(
             needs=("served",), put={"--run RUN": "--run sorting"}

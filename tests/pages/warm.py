@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trainer.reserved import die_with_parent
+
 #: Loaded by their commands when they run.
 LOADED = (
     "scavenger.cli.main",
@@ -83,6 +85,15 @@ def _serve(path: str) -> None:
                     listening.close()
                     _handle(there)
                 there.close()
+    _end_daemon(Path(path).parent)
+
+
+def _end_daemon(root: Path) -> None:
+    """The daemon that the page's `systemctl` started: it is nobody's child, and the tests may have been killed."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int((root / "daemon.pid").read_text())
+        if str(root).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGTERM)
 
 
 def _over() -> bool:
@@ -93,6 +104,7 @@ def _over() -> bool:
 
 def _handle(there: socket.socket) -> None:
     """One process for the command, whose end this one tells; both end with the client."""
+    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     there.settimeout(None)
     head, given, _, _ = socket.recv_fds(there, 4, 3)
@@ -110,7 +122,7 @@ def _handle(there: socket.socket) -> None:
             there.recv(1)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
+                os.killpg(child, number)
             threading.Event().wait(30)  # for what it does at its end
 
     for one in given:
@@ -124,6 +136,7 @@ def _handle(there: socket.socket) -> None:
 
 
 def _become(argv: list[str], folder: str, environ: dict[str, str], given: list[int]) -> None:
+    die_with_parent()
     os.setsid()
     for place, one in enumerate(given):
         os.dup2(one, place)
