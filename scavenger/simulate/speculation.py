@@ -76,7 +76,7 @@ def made(chance: float, draft: int) -> float:
     return math.fsum(chance**place for place in range(draft + 1))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _chance(tokens: float, draft: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
