@@ -250,6 +250,11 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
         what = f"the prompts or their order are not those of {path}: data.path, [data], the chat template or eval.prompts was changed"
         if not chosen:
             raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
+        if config.data.has_curriculum and state.run in ("", config.run.name):
+            raise ConfigError(
+                f"{what}; the ledger's pass rates for data.curriculum_* are of the old ones",
+                f"give the run another run.name and run.out_dir, with --resume {path}",
+            )
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
     ranks.load(path, state.updates_taken)
     over = "" if chosen else " (--resume none starts over)"

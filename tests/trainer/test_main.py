@@ -363,3 +363,17 @@ def test_an_evaluation_alone_has_a_folder_of_its_own_checkpoint_and_reaches_no_t
     assert {named for _, named in found} == {str((one / "step-00000020").resolve()) for one in made}
     assert len({one.run.out_dir for one, _ in found}) == 2
     assert all((one.monitor.wandb, one.monitor.mlflow) == ("off", "") for one, _ in found)
+
+
+def test_a_curriculum_is_not_laid_over_other_prompts_of_the_same_run(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = program.configs.read_run(write_run(tmp_path, model_folder, steps=1, out="x"))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"curriculum_max": 0.9})})
+    state = checkpoint.CheckpointState(
+        step=3, version=3, root="", cursor=9, seed=config.run.seed, updates_taken=3, dtype="float64",
+        run=config.run.name, data="of other prompts",
+    )  # fmt: skip
+    monkeypatch.setattr(checkpoint, "read_state", lambda path: state)
+    with pytest.raises(ConfigError, match=r"pass rates for data\.curriculum_\* are of the old ones"):
+        program.restore(config, None, tmp_path, "of these", chosen=True)  # type: ignore[arg-type]
