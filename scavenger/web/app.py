@@ -22,7 +22,7 @@ import socket
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,8 +60,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 MOST_CACHED, MOST_VIEWERS = 64, 100
-#: Pages that are built at a time, each in a thread; of them such as take long.
-MOST_BUILT, MOST_LONG = 16, 2
+#: Pages that are built at a time, each in a thread; of them those of a kind that may take long: a run's tokenizer is its owner's.
+MOST_BUILT, MOST_OF = 16, {"search": 2, "texts": 6}
 #: A cookie's life, and how many there are at once: of older ones the token is asked again.
 SESSION_S, MOST_SESSIONS = 12 * 3600.0, 1_000
 #: Names of this host in an address.
@@ -187,6 +187,7 @@ class _Building:
     before: _Building | None
     reads_since: int | None = None
     task: asyncio.Task[str] | None = None
+    waiting: int = 0
 
 
 class Site:
@@ -201,7 +202,8 @@ class Site:
         self._cache: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._building: dict[str, _Building] = {}
         self._threads = ThreadPoolExecutor(MOST_BUILT, "page")
-        self._any, self._long = asyncio.Semaphore(MOST_BUILT), asyncio.Semaphore(MOST_LONG)
+        self._any = asyncio.Semaphore(MOST_BUILT)
+        self._of = {kind: asyncio.Semaphore(most) for kind, most in MOST_OF.items()}
         self._forgotten = 0
         self.contents = pages.Contents()
         self.viewers = 0
@@ -209,22 +211,26 @@ class Site:
         self.changed = asyncio.Condition()
         self.closing = False
 
-    async def page(self, key: str, build: Callable[[sa.Connection], str], *, long: bool = False) -> str:
-        """The HTML of a page. Raises `LedgerError`. `long`: it may take seconds. A page that takes long keeps no other one waiting."""
+    async def page(self, key: str, build: Callable[[sa.Connection], str], *, of: str = "") -> str:
+        """The HTML of a page. Raises `LedgerError`. `of`: its kind, where it may take seconds: it keeps none of another kind waiting."""
         held = self._cache.get(key)
         if held is not None and self._clock() - held[0] < self.interval_s:
             return held[1]
         current = self._building.get(key)
         if current is None or current.reads_since not in (None, self._forgotten):
             current = self._building[key] = _Building(current)
-            current.task = asyncio.create_task(self._build(key, build, long, current))
-        # Whoever waits for it may go: it is built to the end, for the others.
+            current.task = asyncio.create_task(self._build(key, build, of, current))
+            # Of a page that fails once all have gone asyncio would print what others wrote.
+            current.task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # Whoever waits for it may go: once begun it is built to the end, for the others.
         assert current.task is not None
-        return await asyncio.shield(current.task)
+        current.waiting += 1
+        try:
+            return await asyncio.shield(current.task)
+        finally:
+            current.waiting -= 1
 
-    async def _build(
-        self, key: str, build: Callable[[sa.Connection], str], long: bool, this: _Building
-    ) -> str:
+    async def _build(self, key: str, build: Callable[[sa.Connection], str], of: str, this: _Building) -> str:
         def read() -> str:
             with connected(self._url) as connection:
                 return build(connection)
@@ -232,11 +238,13 @@ class Site:
         try:
             if this.before is not None and this.before.task is not None:
                 await asyncio.wait([this.before.task])  # one page takes one thread
-            async with self._long if long else contextlib.nullcontext(), self._any:
-                this.reads_since = self._forgotten
+            async with self._of.get(of, contextlib.nullcontext()), self._any:
+                if not this.waiting:
+                    return ""  # all who asked have gone: nobody gets it, and it is not kept
+                this.reads_since, began = self._forgotten, self._clock()
                 built = await asyncio.get_running_loop().run_in_executor(self._threads, read)
             if this.reads_since == self._forgotten:  # else it may be of before the change
-                self._cache[key] = (self._clock(), built)
+                self._cache[key] = (began, built)
                 self._cache.move_to_end(key)
                 while len(self._cache) > MOST_CACHED:
                     self._cache.popitem(last=False)
@@ -303,7 +311,7 @@ def _runs(request: Request) -> list[int]:
 class _IdConvertor(Convertor[int]):
     """A whole number that a database holds: longer ones are no path of ours."""
 
-    regex = "[0-9]{1,18}"
+    regex = "(?:0|[1-9][0-9]{0,17})"  # one path for each
 
     def convert(self, value: str) -> int:
         return int(value)
@@ -326,15 +334,18 @@ def make_app(
     prefix = root_path.rstrip("/")
 
     def show(
-        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page], *, long: bool = False
+        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page], *, of: str = ""
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
             try:
-                html = await site.page(
-                    key(request),
-                    lambda connection: render.served(build(request, connection), prefix, here),
-                    long=long,
+                html = await _unless_gone(
+                    request,
+                    site.page(
+                        key(request),
+                        lambda connection: render.served(build(request, connection), prefix, here),
+                        of=of,
+                    ),
                 )
             except OSError as error:
                 shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
@@ -405,20 +416,22 @@ def make_app(
             show(
                 lambda q: f"search {q.path_params['run']} {wanted(q)}",
                 lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
-                long=True,
+                of="search",
             ),
         ),
         Route(
             "/groups/{group:id}",
-            show(path_key, lambda q, c: pages.group(c, site.contents, q.path_params["group"])),
+            show(path_key, lambda q, c: pages.group(c, site.contents, q.path_params["group"]), of="texts"),
         ),
         Route(
             "/samples/{sample:id}",
-            show(path_key, lambda q, c: pages.sample(c, site.contents, q.path_params["sample"])),
+            show(path_key, lambda q, c: pages.sample(c, site.contents, q.path_params["sample"]), of="texts"),
         ),
         Route(
             "/episodes/{episode:id}",
-            show(path_key, lambda q, c: pages.episode(c, site.contents, q.path_params["episode"])),
+            show(
+                path_key, lambda q, c: pages.episode(c, site.contents, q.path_params["episode"]), of="texts"
+            ),
         ),
         Route("/harm", show(path_key, lambda q, c: pages.harm(c))),
         Route(
@@ -432,6 +445,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
+        exception_handlers={Exception: lambda q, e: PlainTextResponse("500: not shown\n", 500, HEADERS)},
         middleware=[
             Middleware(Guard, token=token, prefix=prefix, hosts=LOOPBACK | frozenset(map(str.lower, hosts)))
         ],
@@ -439,6 +453,22 @@ def make_app(
     app.router.redirect_slashes = False
     app.state.site = site
     return app
+
+
+async def _unless_gone(request: Request, page: Coroutine[Any, Any, str]) -> str:
+    """The page; "" where who asked has gone, so that it waits no longer."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    asked, left = asyncio.create_task(page), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
+        return asked.result() if asked.done() else ""
+    finally:
+        asked.cancel()
+        left.cancel()
 
 
 class _Live(StreamingResponse):

@@ -21,6 +21,7 @@ import selectors
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
@@ -32,6 +33,8 @@ from scavenger.printable import printable
 MOST_TEXT, MOST_PIECES, MOST_PIECE = 6_000, 2_000, 200
 #: Least probability of each level of the marks: a token below the last is of level 3.
 LEVELS = (0.5, 0.1, 0.01)
+#: Tries with a tokenizer that the one child of an export does not survive.
+MOST_LOST = 2
 CPU_S, WALL_S, MEMORY = 10, 20.0, 2 << 30
 _AROUND = 60
 # -P: else modules of the folder that we run in come first.
@@ -112,10 +115,12 @@ def _usable(tokenizer: str, reply: dict[str, Any]) -> dict[str, Any]:
 
 
 class Child:
-    """One child for many requests. A tokenizer that it could not use is not tried again: each try may take `WALL_S`."""
+    """One child for many requests. A tokenizer that it could not use is not tried again, nor one with which it ended, or took too long,
+    `MOST_LOST` times: each try may take `WALL_S`, and one may be lost to the host's load."""
 
     def __init__(self) -> None:
         self.started = 0
+        self._lost: Counter[str] = Counter()
         self._process: subprocess.Popen[bytes] | None = None
         self._unusable: dict[str, dict[str, Any]] = {}
 
@@ -130,7 +135,8 @@ class Child:
         reply = self._unusable.get(tokenizer)
         if reply is None:
             reply = self._reply(json.dumps(request).encode() + b"\n")
-            if not reply or "error" in reply:
+            self._lost[tokenizer] += not reply
+            if "error" in reply or self._lost[tokenizer] >= MOST_LOST:
                 self._unusable[tokenizer] = reply
         return _usable(tokenizer, reply)
 
@@ -221,7 +227,8 @@ def _replied(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: it is no tokenizer"}
 
     def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+        # A prompt's ids are its run's: a negative one is no token, and the library would not take it.
+        return str(tokenizer.decode([one for one in ids if one >= 0], skip_special_tokens=False))
 
     texts = request["texts"]
     if "wanted" in request:

@@ -146,7 +146,7 @@ class Settings:
         """As docs/simulate.md has them made, of this Slurm: some jobs with GPUs have ended on it."""
         if not (folder / "dump.txt").exists():
             self._well("for i in 1 2 3; do srun -p normal --gpus=4 sleep 1; done")
-            ended = "sacct -n -X -r normal -s CD -S now-1hours | wc -l"
+            ended = "sacct -n -a -X -r normal -S now-1hours -E now -o State | grep -c COMPLETED || true"
             wait_for("slurmdbd knows of them", lambda: int(self._well(ended)) >= 3, 60)
             for text in PAGES["docs/simulate.md"]:
                 if text.endswith(("> dump.txt", "> nodes.txt")):

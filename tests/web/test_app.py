@@ -297,7 +297,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o600)
     for wrong in ("short", "\u043f\u0430\u0440\u043e\u043b\u044c" * 4, "twelve and twelve more"):
         path.write_text(wrong, encoding="utf-8")
-        with pytest.raises(AuthError, match="20 ASCII characters"):
+        with pytest.raises(AuthError, match="20 letters, digits"):
             web.read_token(path)
 
 
@@ -463,7 +463,11 @@ def test_sixty_readers_of_a_slow_page_take_no_thread_from_another_page(
     async def get(path: str) -> int:
         told: list[int] = []
 
+        first = iter([True])
+
         async def receive() -> dict[str, object]:
+            if not next(first, False):
+                await asyncio.Event().wait()  # a viewer that stays
             return {"type": "http.request", "body": b""}
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -487,6 +491,63 @@ def test_sixty_readers_of_a_slow_page_take_no_thread_from_another_page(
     asyncio.run(play())
 
 
+def test_pages_with_texts_however_many_leave_places_to_other_pages(tmp_path: Path) -> None:
+    """Each of them waits for a process with a tokenizer, which is the run owner's: it may take all the seconds that it has."""
+    site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
+
+    async def play() -> None:
+        texts = [
+            asyncio.create_task(site.page(f"/samples/{i}", slow, of="texts"))
+            for i in range(3 * web.MOST_BUILT)
+        ]
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(slow.begun.wait, 60)
+            assert await site.page("/", lambda connection: "shown") == "shown"
+            assert slow.times <= web.MOST_OF["texts"]
+            slow.go_on.set()
+            await asyncio.gather(*texts)
+
+    asyncio.run(play())
+
+
+def test_a_page_whose_readers_have_gone_before_its_turn_is_not_built(tmp_path: Path) -> None:
+    site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
+    most = web.MOST_OF["search"]
+
+    async def play() -> None:
+        searches = [
+            asyncio.create_task(site.page(f"search {i}", slow, of="search")) for i in range(most + 20)
+        ]
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(slow.begun.wait, 60)
+            for one in searches[most:]:
+                one.cancel()
+            await asyncio.gather(*searches[most:], return_exceptions=True)
+            slow.go_on.set()
+            await asyncio.gather(*searches[:most])
+            assert await site.page("search after", lambda connection: "found", of="search") == "found"
+        assert slow.times == most
+
+    asyncio.run(play())
+
+
+def test_an_error_of_ours_has_the_headers_of_every_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "harm", lambda connection: 1 / 0)
+    app = web.make_app(ledger(tmp_path), TOKEN)
+    reply = TestClient(app, headers={"Authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False).get(
+        "/harm"
+    )
+    assert reply.status_code == 500
+    assert {name.lower(): value for name, value in web.HEADERS.items()}.items() <= dict(reply.headers).items()
+
+
+def test_a_number_has_one_path(client: TestClient) -> None:
+    assert client.get("/samples/11").status_code == 200
+    assert client.get("/samples/0011").status_code == 404
+
+
 def test_what_was_read_before_a_change_is_not_kept(tmp_path: Path) -> None:
     site, slow = web.Site(ledger(tmp_path), 5.0), _Slow()
 
@@ -506,12 +567,13 @@ def test_searches_however_many_leave_threads_to_other_pages(tmp_path: Path) -> N
 
     async def play() -> None:
         searches = [
-            asyncio.create_task(site.page(f"search {i}", slow, long=True)) for i in range(3 * web.MOST_BUILT)
+            asyncio.create_task(site.page(f"search {i}", slow, of="search"))
+            for i in range(3 * web.MOST_BUILT)
         ]
         async with asyncio.timeout(60):
             await asyncio.to_thread(slow.begun.wait, 60)
             assert await site.page("/", lambda connection: "shown") == "shown"
-            assert slow.times <= web.MOST_LONG
+            assert slow.times <= web.MOST_OF["search"]
             slow.go_on.set()
             assert len(await asyncio.gather(*searches)) == 3 * web.MOST_BUILT
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -189,7 +190,7 @@ def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pyte
     assert len(started) == 1
 
 
-def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_once(
+def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger(tmp_path)
@@ -198,14 +199,16 @@ def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_on
     many = [11_000 + i % 9 for i in range(100_000)]  # more than a pipe holds, each way
     with texts.Child() as child:
         assert texts.read(good, [[11_000], many], (), child) == texts.read(good, [[11_000], many])
-        for _ in range(3):
+        for _ in range(4):
             with pytest.raises(ConfigError, match="cannot be used"):
                 texts.read(bad, [[11_000]], (), child)
-        assert child.started <= 2
-        os.mkfifo(tmp_path / "fifo.json")
+        assert child.started <= 3
+        assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
+        assert child._process is not None
+        os.kill(child._process.pid, signal.SIGSTOP)  # as a host that is too busy
         monkeypatch.setattr(texts, "WALL_S", 3.0)
         with pytest.raises(ConfigError, match="or ends its process"):
-            texts.read(str(tmp_path / "fifo.json"), [[11_000]], (), child)
+            texts.read(good, [[11_000]], (), child)
         monkeypatch.undo()
         assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
 
@@ -301,3 +304,10 @@ def test_a_child_leaves_a_limit_of_the_host_as_it_is() -> None:
     soft, hard = map(int, said.split())
     assert hard == 600
     assert soft <= texts.CPU_S + 60
+
+
+def test_an_id_that_no_tokenizer_knows_hides_no_other(tmp_path: Path) -> None:
+    """A prompt's ids are its run's, and nobody has looked at them."""
+    ledger(tmp_path)
+    found = texts.read(str(tmp_path / "tokenizer.json"), [[-100, 11_000], [11_001]])
+    assert found == texts.read(str(tmp_path / "tokenizer.json"), [[11_000], [11_001]])
