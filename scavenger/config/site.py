@@ -174,7 +174,7 @@ class ClusterSection(Section):
     """Directory of the local backend's server. `local` needs it."""
     poll_interval_s: Seconds = 60.0
     """Polling interval: seconds between two observations of nodes and queue, at random up to a tenth more or
-    less. It doubles while no run is open and the daemon has no job. An observation older than two intervals
+    less. It is three times as long while no run is open and the daemon has no job. An observation older than two intervals
     (and older than `command_timeout_s`) decides nothing."""
     fast_poll_interval_s: Seconds = 15.0
     """Polling interval while something is expected (a job was just submitted or preempted), within

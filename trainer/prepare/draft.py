@@ -480,7 +480,7 @@ def train_sbatch(wish: RunOptions) -> str:
 #SBATCH --ntasks={max(1, wish.gpus * wish.nodes)}
 {gpus}{memory}#SBATCH --cpus-per-task=4
 #SBATCH --time={DAYS}-00:00:00
-# A job that Slurm ends starts again from the newest checkpoint, and so does a second sbatch.
+# A job that Slurm preempts, or whose node fails, starts again from the newest checkpoint, and so does a second sbatch.
 #SBATCH --requeue
 # So long before the time limit it writes a checkpoint, and goes back to the queue.
 #SBATCH --signal=B:USR1@180
