@@ -109,7 +109,7 @@ def test_losses_of_engines_gateways_and_environment_workers_change_no_token_and_
 ) -> None:
     with agents.ToolServer().serving() as tool:
         environment = agents.plain(small_model, tool, tmp_path)
-        found = _disturbed(tmp_path / "a", environment, engines=2, others=1, steps=2)
+        found = _disturbed(tmp_path / "a", environment, engines=1, others=1, steps=1)
         assert found == agents.undisturbed(environment, tmp_path / "b", max(found.steps))
 
 
