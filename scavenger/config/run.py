@@ -449,8 +449,8 @@ class RewardSection(Section):
     """Calls of an `async def` function at once, in its one process."""
     on_reward_error: Literal["stop", "mask"] = "stop"
     """What happens when every try failed. `stop`: the run stops. `mask`: the sample is left out of training;
-    the log and the ledger (`masked`) name it, and the step's `samples` is smaller. A failure is never a reward of 0, except at a deadline of `trainer.verifiers:math` and
-    `regex`."""
+    the log and the ledger (`masked`) name it, and the step's `samples` is smaller. A failure is never a
+    reward of 0, except at a deadline of `trainer.verifiers:math` and `regex`."""
 
     @model_validator(mode="after")
     def _functions(self) -> RewardSection:

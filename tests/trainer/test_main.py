@@ -351,7 +351,7 @@ def test_an_evaluation_alone_has_a_folder_of_its_own_checkpoint_and_reaches_no_t
 ) -> None:
     """The run's `step-00000020` is not the try's, whose folder and history it would else be added to."""
     path = write_run(tmp_path, model_folder, steps=1, out="x")
-    config = program.configs.read_run(path)
+    config = read_run(path)
     config = config.model_copy(
         update={"monitor": config.monitor.model_copy(update={"wandb": "online", "mlflow": "http://x"})}
     )
@@ -368,7 +368,7 @@ def test_an_evaluation_alone_has_a_folder_of_its_own_checkpoint_and_reaches_no_t
 def test_a_curriculum_is_not_laid_over_other_prompts_of_the_same_run(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = program.configs.read_run(write_run(tmp_path, model_folder, steps=1, out="x"))
+    config = read_run(write_run(tmp_path, model_folder, steps=1, out="x"))
     config = config.model_copy(update={"data": config.data.model_copy(update={"curriculum_max": 0.9})})
     state = checkpoint.CheckpointState(
         step=3, version=3, root="", cursor=9, seed=config.run.seed, updates_taken=3, dtype="float64",
