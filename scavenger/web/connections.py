@@ -106,6 +106,7 @@ class Server(uvicorn.Server):
                 log_level="error",  # of what is no HTTP there would be a line each
                 server_header=False,
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=60,  # `HEAD_S` is what ends one: at 5 s a page that is renewed every 5 s would meet its end
                 http=Connection,
                 ws="none",
             )
