@@ -489,7 +489,9 @@ GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
-    "sbatch my-run/train.sbatch --set run.steps=300 --set optimizer.lr=5e-7": SUBMITTED,
+    "sbatch my-run/train.sbatch --set run.steps=300 --set optimizer.lr=5e-7": Here(
+        needs=("served", "first"), put={"my-run": "first"}, says="Submitted batch job"
+    ),
     "scavenger init --site": Here(put={"init --site": "init drafted-site --site"}, says="scavenger.toml"),
     "scavenger daemon --new-ledger": By(
         "tests/ledger/test_identity.py::test_a_ledger_that_is_gone_is_not_begun_anew_unless_that_is_meant"
@@ -502,9 +504,9 @@ QUOTED: dict[str, Entry] = {
         "tests/cluster/test_proxy.py::test_an_operator_s_process_shows_the_daemon_the_jobs_that_private_data_hides_from_it"
     ),
     "scavenger check-config": Here(
-        put={"check-config": "check-config $SCAVENGER_CONFIG"}, says="(?i)harvest"
+        needs=("served",), put={"check-config": "check-config $SCAVENGER_CONFIG"}, says="(?i)harvest"
     ),
-    "scavenger doctor": Here(status=1, says="ok "),
+    "scavenger doctor": Here(needs=("served",), status=1, says="ok "),
     "scavenger doctor --submit": By(
         "tests/doctor/test_doctor_on_slurm.py::test_the_test_job_tells_of_its_node_and_leaves_nothing"
     ),
@@ -528,13 +530,7 @@ QUOTED: dict[str, Entry] = {
     ),
     "scavenger ledger report reward_per_step": SERVED,
     "scavenger ledger report harvested_gpu_hours_by_user": SERVED,
-    "scavenger enroll NAME --public KEY": Here(
-        needs=("served",),
-        put={
-            "NAME": "ada",
-            "KEY": "$(sed -n 's/^public-key *= *//p' /shared/scavenger/state/keys/owners/*.pub | head -n 1)",
-        },
-    ),
+    "scavenger enroll NAME --public KEY": ENROLLED,
     "scavenger enroll": ENROLLED,
     "scripts/slurm-matrix --gate": GATE,
     "scripts/slurm-matrix --suite 24.11": GATE,
