@@ -239,7 +239,8 @@ class Place:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            done = Done(process.returncode, said())
+            code = process.returncode  # of bash, which may have become the command that a signal ended
+            done = Done(code if code >= 0 else 128 - code, said())
         self.ran[text] = done
         return done
 
