@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def within(event: asyncio.Event, seconds: float) -> bool:
@@ -37,3 +41,30 @@ async def first(*events: asyncio.Event, timeout_s: float) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+class HungUp(Exception):
+    """Who asked has gone."""
+
+
+async def unless_gone(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, T]
+) -> T:
+    """The result of `work`, which ends as soon as the caller of an ASGI application hangs up. `receive`: the request's, whose body was
+    read. Raises `HungUp`.
+    """
+
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(hang_up())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HungUp
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)

@@ -87,7 +87,10 @@ def test_that_the_daemons_own_python_runs_no_engine_is_told(
 ) -> None:
     """That of the Debian package has no torch: every engine would end at once, on a compute node."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    of_package = lambda name: None if name == "torch" else object()  # noqa: E731
+
+    def of_package(name: str) -> object:
+        return None if name == "torch" else object()
+
     monkeypatch.setattr(importlib.util, "find_spec", of_package)
     _, said = asked(written(tmp_path, cluster={"backend": "slurm"}))
     assert (

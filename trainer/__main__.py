@@ -385,9 +385,8 @@ def evaluation_of(config: RunConfig, resume: str) -> tuple[RunConfig, str]:
     run = config.run.model_copy(update={"out_dir": mine / "evaluate" / name})
     # A tracker's history is the run's, which stays as it was.
     monitor = config.monitor.model_copy(update={"wandb": "off", "mlflow": ""})
-    return config.model_copy(update={"run": run, "monitor": monitor}), str(
-        chosen.resolve()
-    ) if chosen else "none"
+    named = str(chosen.resolve()) if chosen else "none"
+    return config.model_copy(update={"run": run, "monitor": monitor}), named
 
 
 def refuse_no_evaluation(prompts: PromptSource) -> None:

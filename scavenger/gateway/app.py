@@ -27,11 +27,11 @@ import secrets
 import socket as sockets
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -44,6 +44,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from scavenger.asyncio_helpers import HungUp, unless_gone
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError
 from scavenger.gateway import dialects, identity
@@ -53,7 +54,6 @@ from scavenger.gateway.prompts import Conversations, ModelFolder
 from scavenger.protocol import keys, messages
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
 #: Of a request's body: a million tokens as JSON numbers, or as many words.
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -214,13 +214,13 @@ class Gateway:
         stream = await leaving.enter_async_context(self.link.open(opening))
         try:
             async with asyncio.timeout(ACCEPT_S):
-                accepted = await _unless_gone(request, stream.wait_accepted())
+                accepted = await unless_gone(request.receive, stream.wait_accepted())
         except TimeoutError:
             raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
         answer = _Answer(self, opening, accepted, turn, prompt, chat)
         if turn.stream:
             return _Events(answer.events(stream), leaving.pop_all())
-        return JSONResponse(await _unless_gone(request, answer.whole(stream)))
+        return JSONResponse(await unless_gone(request.receive, answer.whole(stream)))
 
     # ---------------------------------------------------------------- the rest
 
@@ -463,25 +463,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return found
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which ends as soon as the caller hangs up. The body was read. Raises `ClientDisconnect`."""
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, gone = asyncio.create_task(work), asyncio.create_task(hang_up())
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
 def _content(dialect: str, body: dict[str, Any]) -> bytes:
     """Raises `BadRequest`."""
     try:
@@ -504,7 +485,7 @@ def _refusing(handler: Handler) -> Handler:
             headers |= {"retry-after": "1"} if error.status in (429, 503) else {}
             body = dialects.error_body(error.message, error.kind, error.status)
             return JSONResponse(body, error.status, headers)
-        except ClientDisconnect:
+        except (ClientDisconnect, HungUp):
             return Response(status_code=499)
         except Exception:
             log.exception("a request failed", path=request.url.path)

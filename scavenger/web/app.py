@@ -22,7 +22,7 @@ import socket
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +39,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from scavenger.asyncio_helpers import HungUp, unless_gone
 from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError, describe
 from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
@@ -339,14 +340,16 @@ def make_app(
         async def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
             try:
-                html = await _unless_gone(
-                    request,
+                html = await unless_gone(
+                    request.receive,
                     site.page(
                         key(request),
                         lambda connection: render.served(build(request, connection), prefix, here),
                         of=of,
                     ),
                 )
+            except HungUp:
+                return Response()  # nobody reads it
             except OSError as error:
                 shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
                 return HTMLResponse(render.served(shown, prefix, here), 503)
@@ -453,22 +456,6 @@ def make_app(
     app.router.redirect_slashes = False
     app.state.site = site
     return app
-
-
-async def _unless_gone(request: Request, page: Coroutine[Any, Any, str]) -> str:
-    """The page; "" where who asked has gone, so that it waits no longer."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    asked, left = asyncio.create_task(page), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
-        return asked.result() if asked.done() else ""
-    finally:
-        asked.cancel()
-        left.cancel()
 
 
 class _Live(StreamingResponse):

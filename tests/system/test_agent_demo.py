@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi
 
 
 def demo(folder: Path, settings: session.DemoSettings, **more: float) -> tuple[DemoMetrics, report.Context]:
-    options = session.DemoOptions(folder, "local", agent=True, settings=settings, **more)  # type: ignore[arg-type]
+    options = session.DemoOptions(folder, "local", agent=True, settings=settings, **more)  # type: ignore[arg-type]  # of several types
     screen = session.Screen(Console(file=io.StringIO()), settings.steps, time.monotonic())
     with session.made_for(options, folder / "site") as model:
         return session.run_demo(options, "local", folder / "site", model, screen)

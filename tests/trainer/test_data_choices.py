@@ -63,7 +63,7 @@ def test_a_step_with_a_filter_is_one_big_batch_without_the_filtered_groups(
             rule=group_filter(config),
         )
         ranks, run = ToyRanks(1 + seed % 2, scoring.recipe), Recorded(random.Random(seed), (1,))
-        result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, prompts)  # type: ignore[arg-type]
+        result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, prompts)  # type: ignore[arg-type]  # toys for MPI and the daemon
         why = {outcome.sample_id // 10: outcome.reason for outcome in result.outcomes}
         outside = {prompt for prompt, reason in why.items() if "data.filter_" in reason}
         assert {reason.partition(" data.")[2].split(" ")[0] for reason in why.values() if reason} == {
@@ -104,7 +104,7 @@ def two_steps(
     prompts = PromptSource(config, tokenizer)
     scoring = Scoring(Reward(""), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS)
     ranks, run = ToyRanks(1, scoring.recipe), Ahead(random.Random(seed), (1,))
-    stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
+    stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]  # toys for MPI and the daemon
     for step in (1, 2):
         stepper.ask(step, 1, of_step(prompts, step))
     first = stepper.step(1, 1, of_step(prompts, 1))
@@ -235,7 +235,7 @@ def run_steps(
         loop.RunStart(after, cursor=cursor),
     )
     made._checkpoints = nothing
-    made._checkpoint = lambda: None  # type: ignore[method-assign]
+    made._checkpoint = lambda: None  # type: ignore[method-assign]  # nothing is written here
     made.run()
     return made
 

@@ -61,7 +61,7 @@ def play(
     scoring.suspects = {WRONG} if known else set()
     ranks, run = ToyRanks(1, scoring.recipe), Mixed(random.Random(seed), (1,))
     run.wrong = not known
-    stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
+    stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]  # toys for MPI and the daemon
     return ranks, stepper.step(1, 1, prompts)
 
 

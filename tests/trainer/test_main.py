@@ -376,4 +376,4 @@ def test_a_curriculum_is_not_laid_over_other_prompts_of_the_same_run(
     )  # fmt: skip
     monkeypatch.setattr(checkpoint, "read_state", lambda path: state)
     with pytest.raises(ConfigError, match=r"pass rates for data\.curriculum_\* are of the old ones"):
-        program.restore(config, None, tmp_path, "of these", chosen=True)  # type: ignore[arg-type]
+        program.restore(config, None, tmp_path, "of these", chosen=True)  # type: ignore[arg-type]  # refused before the ranks are asked

@@ -175,7 +175,7 @@ class BuiltIn:
     async def _turn(self, ask: wire.Play, rollout: str, talk: _Conversation) -> str:
         """What the model says next. Raises `_Failed`."""
         room = self._setup.context_length - len(talk.tokens)
-        most = min(int(ask.sampling.get("max_tokens") or room), room)  # type: ignore[arg-type]
+        most = min(int(ask.sampling.get("max_tokens") or room), room)  # type: ignore[arg-type]  # a whole number: the run checked it
         body: dict[str, Any] = {
             "token_ids": talk.tokens,
             "sampling_params": {**ask.sampling, "max_tokens": most, "logprobs": 1},
