@@ -183,7 +183,7 @@ def _same(given: str, expected: str) -> bool:
 @dataclasses.dataclass(eq=False)
 class _Building:
     """A page that is being built, for all who ask until the ledger changes. `reads_since`: `Site._forgotten` when it began to read the
-    ledger; None while it waits for a thread, or for the one `before`, which reads what was there before a change."""
+    ledger; None while it waits for a thread, or for the one `before`, which reads what was there before a change. `waiting`: readers."""
 
     before: _Building | None
     reads_since: int | None = None
@@ -194,8 +194,8 @@ class _Building:
 class Site:
     """Pages of one ledger, each read at most once between two changes. For one event loop; the ledger is read in threads.
 
-    However many wait for a page, one thread builds it and the others wait without one. `MOST_BUILT` pages are built at a time, of which
-    `MOST_LONG` may be such as take long: so searches, be they ever so many, leave threads to all other pages.
+    However many wait for a page, one thread builds it and the others wait without one. `MOST_BUILT` pages are built at a time, of a
+    kind that may take long `MOST_OF` of them: so searches, be they ever so many, leave threads to all other pages.
     """
 
     def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -154,6 +154,7 @@ def test_what_a_wrong_engine_took_part_in_is_not_replayed() -> None:
     st.integers(1, 4),
     st.integers(1, 3),
 )
+@example([(6, 0, 0.0), (6, 2, 1.0)], 1, 3)  # of one step, the better one is too old first
 def test_nothing_that_a_later_step_would_choose_is_thrown_away(
     of: list[tuple[int, int, float]], limit: int, max_age: int
 ) -> None:

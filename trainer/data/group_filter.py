@@ -1,8 +1,8 @@
 """Which groups are trained, by their rewards. Pure; the same for every order of arrival, and after a restart.
 
 A group that is filtered is as one that was not asked for: it counts in no denominator, and dynamic sampling replaces it. Its samples end
-as "filtered", with the reason that is given here. (A group whose rewards are all equal has no gradient
-without any filter. It counts, then.)
+as "filtered", with the reason that is given here. (A group whose rewards are all equal has no gradient without a filter either. It
+counts, then.)
 
 Boundary: rewards of one group; no tokens.
 """

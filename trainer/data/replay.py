@@ -9,6 +9,7 @@ Boundary: ages and weights of groups; no tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def choose(
 
     None in which a worker of `suspects` took part. The order of `kept` says nothing.
     """
-    groups = sorted(kept, key=lambda one: (-one.signal, -one.step, one.group_id))
+    groups = sorted(kept, key=_rank)
     young = [one for one in groups if one.age(step) <= max_age]
     sound = [one for one in young if one.workers.isdisjoint(suspects)]
     return Replay(
@@ -58,14 +59,17 @@ def choose(
 
 
 def worth_keeping(kept: Sequence[KeptGroup], step: int, *, limit: int, max_age: int) -> tuple[KeptGroup, ...]:
-    """Of what there is before `step`, what any later choice may take: no group that is too old, and of each step the best `limit`."""
-    young = sorted(
-        (one for one in kept if one.age(step) <= max_age), key=lambda one: (-one.signal, one.group_id)
-    )
-    counts: dict[int, int] = {}
+    """Of what there is before `step`, what any later choice may take: no group that is too old, and the best `limit` of those that are
+    too old from the same step on."""
+    counts: Counter[int] = Counter()
     found = []
-    for one in young:
-        counts[one.step] = counts.get(one.step, 0) + 1
-        if counts[one.step] <= limit:
+    for one in sorted((one for one in kept if one.age(step) <= max_age), key=_rank):
+        counts[one.oldest] += 1
+        if counts[one.oldest] <= limit:
             found.append(one)
     return tuple(found)
+
+
+def _rank(one: KeptGroup) -> tuple[float, int, int]:
+    """First is what is trained first."""
+    return (-one.signal, -one.step, one.group_id)
