@@ -47,6 +47,20 @@ def test_a_refusal_is_no_trouble_that_passes(tmp_path: Path) -> None:
     assert not isinstance(caught.value, ClusterUnavailable)
 
 
+def test_a_command_that_a_signal_ends_is_trouble_that_passes(tmp_path: Path) -> None:
+    """Its own memory limit, or a signal to all processes of a terminal: Slurm has refused nothing."""
+    with pytest.raises(ClusterUnavailable, match="squeue was ended by SIGTERM") as caught:
+        site(tmp_path, squeue="kill -TERM $$").jobs()
+    assert caught.value.error_kind == ErrorKind.BACKEND
+
+
+def test_a_signal_to_our_process_group_reaches_no_command(tmp_path: Path) -> None:
+    """Ctrl-C ends the daemon in order, and does not make a look of its last moment fail."""
+    said = tmp_path / "group"
+    site(tmp_path, squeue=f"ps -o pgid= -p $$ > {said}").jobs()
+    assert int(said.read_text()) != os.getpgrp()
+
+
 def test_a_directory_of_users_that_fails_is_trouble_that_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

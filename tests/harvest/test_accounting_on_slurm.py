@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slurm
 STUB = """#!/bin/bash
 # {{{{ key | quote }}}}
 me="$SLURM_JOB_NAME ${{SLURM_RESTART_COUNT:-0}} $SLURMD_NODENAME"
-say() {{ echo "$me $(date +%s.%N)" >> {folder}/lives; }}
+say() {{ at=$(date +%s.%N) && echo "$me $at" >> {folder}/lives; }}  # its end by Slurm may end `date` first
 trap 'say; exit 0' TERM
 while [ ! -e {folder}/end-$SLURM_JOB_NAME ]; do say; sleep 0.2; done
 say

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -45,6 +46,8 @@ def run(
             encoding="utf-8",
             errors="replace",
             cwd=cwd,
+            # Ctrl-C in a terminal goes to the whole group: it is for the daemon, which lets a command end or ends it itself
+            process_group=0,
         )
     except FileNotFoundError as error:
         remedy = """install Slurm's commands, or set cluster.backend = "local\""""
@@ -68,9 +71,13 @@ def run(
 def asked(argv: Sequence[str], env: Mapping[str, str], timeout_s: float, *, cwd: str | None = None) -> Done:
     """What a command answered, whatever its exit status. Raises `ClusterError` where there is no answer."""
     try:
-        return run(argv, env, timeout_s, cwd=cwd)
+        done = run(argv, env, timeout_s, cwd=cwd)
     except subprocess.TimeoutExpired as error:
         raise _late(argv[0], timeout_s, error.stderr) from error
+    if done.returncode < 0:  # by whatever ended it, not by Slurm: it may answer the next time
+        ended_by = signal.Signals(-done.returncode).name
+        raise ClusterUnavailable(f"{argv[0]} was ended by {ended_by}", error_kind=ErrorKind.BACKEND)
+    return done
 
 
 def words(done: Done) -> str:
