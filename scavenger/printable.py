@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal. Pure.
+"""Text on its way to a terminal: that of others, which may be hostile, and counts in words. Pure.
 
 Engines and owners of runs choose reasons, names and prompts; what they choose must not drive the terminal of whoever reads it: clear it,
 set its title, turn the reading order.
@@ -15,6 +15,11 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 def printable(text: str) -> str:
     """`text` with each control character replaced by U+FFFD; tabs and newlines stay."""
     return _CONTROLS.sub("\ufffd", text)
+
+
+def amount(n: int, what: str) -> str:
+    """ "1 row", "2 rows"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def escaped(json_text: str) -> str:

@@ -15,6 +15,7 @@ import typer
 
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.printable import amount
 
 if TYPE_CHECKING:
     from scavenger.ledger.maintain.purge import Contents
@@ -87,7 +88,7 @@ def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     problems = reports.check(config.read_daemon(config_path).ledger_url)
     for problem in problems:
         print(problem)
-    print("the ledger is sound" if not problems else reports.counted(len(problems), "problem"))
+    print("the ledger is sound" if not problems else amount(len(problems), "problem"))
     sys.exit(1 if problems else 0)
 
 

@@ -28,7 +28,7 @@ from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
 from scavenger.observe import fleet
 from scavenger.observe.training import TrainingJob
-from scavenger.printable import printable
+from scavenger.printable import amount, printable
 from scavenger.protocol import keys
 
 
@@ -322,12 +322,17 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
     h = status.harvest
     if h is None:
         return []
-    had = "held" if gone else "hold"
+    had = "held" if gone else "holds" if h.engines == 1 else "hold"
     draining = f", {h.draining} of them draining" if h.draining else ""
-    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}" + (
-        f" and {h.standby_jobs} are standby jobs" if h.standby_jobs else ""
+    queue = (
+        f"{amount(h.waiting, 'job')} of ours {'waited' if gone else 'waits' if h.waiting == 1 else 'wait'}"
+        + (
+            f" and {h.standby_jobs} {'is a standby job' if h.standby_jobs == 1 else 'are standby jobs'}"
+            if h.standby_jobs
+            else ""
+        )
     )
-    held = f"{h.engines} engines {had} {h.gpus} GPUs"
+    held = f"{amount(h.engines, 'engine')} {had} {amount(h.gpus, 'GPU')}"
     if not gone and h.connected is not None and (h.connected, h.connected_gpus) != (h.engines, h.gpus):
         # Between two polls engines come and go: both are told, each with its age.
         polled = (
@@ -336,7 +341,10 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
             else "as the ledger has it, before the first poll"
         )
         since = f"{max(0.0, now - status.at):.0f} s ago"
-        held = f"{h.engines} engines held {h.gpus} GPUs {polled}; {h.connected} engines on {h.connected_gpus} GPUs were connected {since}"
+        held = (
+            f"{amount(h.engines, 'engine')} held {amount(h.gpus, 'GPU')} {polled}; "
+            + f"connected {since}: {amount(h.connected, 'engine')} on {amount(h.connected_gpus, 'GPU')}"
+        )
     said = [f"harvest   partition {h.partition}: {held}{draining}, {queue}"]
     if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
@@ -383,10 +391,9 @@ def shares(found: SharedGpus) -> str:
 
 def paused(found: WeightsPause) -> str:
     """Pure."""
-    engines = "1 engine" if found.engines == 1 else f"{found.engines} engines"
     return (
         f"weights   run {found.run}: from the last token under one version to the first under the next, {found.median_s:.1f} s, "
-        f"{found.most_s:.1f} s at most ({engines}, each its last time)"
+        f"{found.most_s:.1f} s at most ({amount(found.engines, 'engine')}, each its last time)"
     )
 
 

@@ -141,7 +141,7 @@ HELD = Harvest("scavenge", 2, 4, 1, 1, 990.0, 8, 16, 3, "", "max_engines = 2 is 
 def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daemon_left() -> None:
     text = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0))
     for said in (
-        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 of them draining, 1 jobs of ours wait",
+        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 of them draining, 1 job of ours waits",
         "slurm     seen 11 s ago: 8 GPUs idle, 16 used by other users; 3 jobs of other users wait for GPUs there",
         "decided   max_engines = 2 is reached",
     ):
@@ -149,7 +149,7 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     assert "STOPPED" not in text
     assert "scancel" not in text
     spare = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, standby_jobs=4))
-    assert "1 jobs of ours wait and 4 are standby jobs" in "\n".join(status.lines(spare, 1001.0))
+    assert "1 job of ours waits and 4 are standby jobs" in "\n".join(status.lines(spare, 1001.0))
     stopped = msgspec.structs.replace(HELD, stopped="scavenger drain: ada: a talk")
     unread = msgspec.structs.replace(
         stopped, stopped="", unread="the stop file (/x) cannot be read: Input/output error"
@@ -420,12 +420,18 @@ def test_between_two_polls_it_says_what_was_held_then_and_who_is_connected_now(
     seen = msgspec.structs.replace(SEEN, at=1002.0, harvest=held)
     line = status.lines(seen, 1004.0, True)[1]
     assert f"{engines} engines held {gpus} GPUs at the last poll, 14 s ago; " in line
-    assert f"{connected} engines on {connected_gpus} GPUs were connected 2 s ago" in line
+    assert f"connected 2 s ago: {connected} engines on {connected_gpus} GPUs" in line
 
 
 def test_where_slurm_and_engines_agree_it_says_it_once() -> None:
     seen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, connected=2, connected_gpus=4))
-    assert "2 engines hold 4 GPUs, 1 of them draining, 1 jobs" in status.lines(seen, 1004.0, True)[1]
+    assert "2 engines hold 4 GPUs, 1 of them draining, 1 job of" in status.lines(seen, 1004.0, True)[1]
+
+
+def test_one_engine_on_one_gpu_is_said_in_the_singular() -> None:
+    one = msgspec.structs.replace(HELD, engines=1, gpus=1, draining=0, waiting=0, standby_jobs=1)
+    line = status.lines(msgspec.structs.replace(SEEN, harvest=one), 1004.0, True)[1]
+    assert "1 engine holds 1 GPU, 0 jobs of ours wait and 1 is a standby job" in line
 
 
 def test_the_terminal_says_when_descriptors_are_few_and_when_strangers_were_cut_off() -> None:

@@ -23,7 +23,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.reader import QueryResult, rows
 from scavenger.ledger.store import MAINTENANCE_S, contradiction, open_readonly
-from scavenger.printable import printable
+from scavenger.printable import amount, printable
 
 Format = Literal["table", "csv", "json"]
 _WIDTH = 200
@@ -114,9 +114,7 @@ def _check_contents(engine: sa.Engine) -> list[str]:
             engine, _OVER_BUDGET.format(budget=_BUDGET[engine.dialect.name])
         ).rows
     ]
-    found += [
-        f"{what}: {counted(n, 'row')}" for what, n in rows(engine, queries.load("references")).rows if n
-    ]
+    found += [f"{what}: {amount(n, 'row')}" for what, n in rows(engine, queries.load("references")).rows if n]
     return found
 
 
@@ -134,11 +132,6 @@ WHERE s.accepted_len > {budget} ORDER BY s.sample_id
 def utc(at: float) -> str:
     """A time in Unix seconds as UTC text, for a message."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def counted(n: int, what: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 # ---------------------------------------------------------------- formats
@@ -187,7 +180,7 @@ def _as_table(question: str, result: QueryResult) -> str:
         )
     console = rich.console.Console(file=io.StringIO(), width=_WIDTH, color_system=None)
     console.print(table)
-    console.print(counted(len(result.rows), "row"), highlight=False)
+    console.print(amount(len(result.rows), "row"), highlight=False)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
