@@ -119,6 +119,21 @@ def test_a_file_of_an_owner_that_holds_anything_else_is_refused(state: Path) -> 
         keys.enrolled_owners(state)
 
 
+def test_a_key_made_elsewhere_is_enrolled_by_its_public_half(state: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chemistry.key"
+    made = CliRunner().invoke(main.app, ["keys", "make", str(out)])
+    public = made.output.strip()
+    assert made.exit_code == 0
+    assert keys.read_keypair(out).public == public
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    keys.enroll(state, "chemistry", public)
+    assert public in keys.enrolled_owners(state)
+    again = CliRunner().invoke(main.app, ["keys", "make", str(out)])
+    assert isinstance(again.exception, AuthError)
+    assert "exists" in str(again.exception)
+    assert keys.read_keypair(out).public == public
+
+
 def test_a_guest_is_renewed_only_once_its_new_key_is_written(state: Path, tmp_path: Path) -> None:
     first = keys.invite_guest(state, "chat", "math", tmp_path / "first.key")
     assert keys.read_keypair(tmp_path / "first.key") == first

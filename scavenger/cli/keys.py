@@ -47,6 +47,12 @@ def rotate_owner(
     print(f"wrote {written}; when no job uses the old key any more: scavenger keys retire {owner}")
 
 
+@app.command("make")
+def make(out: Annotated[Path, typer.Argument(help="a new file for the key pair, mode 0600")]) -> None:
+    """Make a key pair, and print the public half: for `scavenger enroll --public` or `scavenger keys add --public`."""
+    print(keys.make_new(out).public)
+
+
 @app.command("add")
 def add(
     name: Name,

@@ -115,7 +115,14 @@ def lines(
             raise LedgerError("the ledger has no run yet", "start one, or name another ledger: --config")
         newest = reader.newest_step(engine, known.run_id, purpose) if step is None else step
         if newest is None:
-            raise LedgerError(f"run {known.name!r} has no {purpose} samples yet")
+            agents = reader.newest_step(engine, known.run_id, "turn") is not None
+            raise LedgerError(
+                f"run {known.name!r} has no {purpose} samples yet"
+                + (", only turns of agents" if agents else ""),
+                "`scavenger ledger report episodes`, then `scavenger ledger tokens SAMPLE_ID --format text`"
+                if agents
+                else "",
+            )
         rows = reader.samples_of_step(engine, known.name, newest, group, purpose)
         if not rows:
             raise LedgerError(

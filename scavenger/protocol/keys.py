@@ -371,6 +371,13 @@ def _guest_path(state_dir: Path, name: str) -> Path:
     return state_dir / "keys" / "guests" / f"{name}.pub"
 
 
+def make_new(out: Path) -> KeyPair:
+    """A fresh pair in the new file `out`, for an owner whom `scavenger enroll` or `keys add` is told of. Raises `AuthError`."""
+    pair = generate()
+    _write_new(out, msgspec.json.encode(pair))
+    return pair
+
+
 def invite_guest(state_dir: Path, name: str, run: str, out: Path) -> KeyPair:
     """A fresh pair for one engine of one run in the job of a service, written to the new file `out`. Its public half is kept; removing
     `keys/guests/NAME.pub` revokes it.

@@ -81,6 +81,16 @@ def test_without_a_step_the_newest_is_shown_and_without_a_name_the_newest_run(co
     )
 
 
+def test_of_a_run_of_agents_it_says_how_their_turns_are_read(tmp_path: Path) -> None:
+    ledger = begun(tmp_path)
+    spec = messages.GroupSpec(0, messages.pack_tokens((3,)), 1, messages.Sampling(4), "{}")
+    ledger.submitted(1, 1, spec, "turn")
+    ledger.close()
+    with pytest.raises(LedgerError, match="no train samples yet, only turns of agents") as caught:
+        shown(tmp_path / CONFIG, "try")
+    assert "scavenger ledger report episodes" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

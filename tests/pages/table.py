@@ -289,6 +289,10 @@ PAGES: dict[str, dict[str, Entry]] = {
         "userdel scavenger": HOST,
     },
     "docs/fleet.md": {
+        "scavenger keys make chemistry.key": Here(says="."),
+        "scavenger enroll chemistry --public KEY": Here(
+            needs=("served",), put={"KEY": "$(scavenger keys make other.key)"}, says="chemistry"
+        ),
         "scavenger keys guest chat --run math --out chat.key": Here(
             needs=("served",), put={"math": "sorting"}, says="chat"
         ),
@@ -328,6 +332,7 @@ wait %1""": By(
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished"),
         "sbatch my-run/train.sbatch": SUBMITTED,
         "sbatch my-run/train.sbatch --set algorithm.name=gspo --set run.name=gspo --set run.out_dir=gspo": SUBMITTED,
+        "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": SUBMITTED,
         "scavenger config show my-run/run.toml --origin": Here(says="my-run/run.toml"),
         "scavenger samples my-run/run.toml": Here(put={"run.toml": "run.toml --local"}, says="reward"),
         "tail -n 2 OUT_DIR/samples.jsonl": Here(put={"OUT_DIR": "my-run/out/local"}, says="completion"),
@@ -352,6 +357,8 @@ wait %1""": By(
         ),
         "scavenger gateway run.toml": GATEWAY,
         """curl -s -X POST $ENDPOINT/episodes -H "Authorization: Bearer $ADMIN_KEY" -d '{"episode": "task-17"}'""": GATEWAY,
+        "scavenger ledger report episodes --since 1h": SERVED,
+        "scavenger ledger tokens SAMPLE_ID --format text": Here(put={"SAMPLE_ID": "11"}, says="<w11000>"),
         "scavenger ledger report episodes": Here(needs=("served",), says="turn|episode"),
         "scavenger ledger report episodes --since 1h --format csv": SERVED,
     },
@@ -489,8 +496,17 @@ GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
-    "sbatch my-run/train.sbatch --set run.steps=300 --set optimizer.lr=5e-7": Here(
+    "sbatch my-run/train.sbatch --set run.steps=300": Here(
         needs=("served", "first"), put={"my-run": "first"}, says="Submitted batch job"
+    ),
+    "scavenger ledger restore /backup/before-upgrade.ledger": By(
+        "tests/ledger/test_backup.py::test_a_backup_restored_is_the_ledger_as_it_was"
+    ),
+    "scavenger keys make FILE": By(
+        "tests/test_keys.py::test_a_key_made_elsewhere_is_enrolled_by_its_public_half"
+    ),
+    "scavenger samples RUN --step STEP --group PROMPT_INDEX": Here(
+        needs=("served",), put={"RUN": "sorting", "STEP": "1", "PROMPT_INDEX": "0"}, says="reward"
     ),
     "scavenger init --site": Here(put={"init --site": "init drafted-site --site"}, says="scavenger.toml"),
     "scavenger daemon --new-ledger": By(
@@ -531,7 +547,6 @@ QUOTED: dict[str, Entry] = {
     "scavenger ledger report reward_per_step": SERVED,
     "scavenger ledger report harvested_gpu_hours_by_user": SERVED,
     "scavenger enroll NAME --public KEY": ENROLLED,
-    "scavenger enroll": ENROLLED,
     "scripts/slurm-matrix --gate": GATE,
     "scripts/slurm-matrix --suite 24.11": GATE,
     "scripts/slurm-matrix --pyslurm": GATE,
