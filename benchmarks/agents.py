@@ -147,7 +147,8 @@ def vllm_alone(model: Path, folder: Path, options: argparse.Namespace) -> Iterat
 
 
 @contextlib.contextmanager
-def ours(model: Path, folder: Path, options: argparse.Namespace) -> Iterator[Served]:
+def ours(model: Path, folder: Path, options: argparse.Namespace, engine: str = "vllm") -> Iterator[Served]:
+    """A whole site of ours and its gateway; one turn has been served."""
     patient = {"suspect_s": 60.0, "dead_s": 120.0}  # an engine that is stopped for a round is not dead
     site_options = SiteOptions(
         "local", folder / "site", demo_layout(grace_s=5.0), max_engines=1, daemon=patient
@@ -158,7 +159,7 @@ def ours(model: Path, folder: Path, options: argparse.Namespace) -> Iterator[Ser
             site.dir / "out",
             model,
             run={"name": "agents", "deterministic": False, "max_engines": 1},
-            engine={"name": "vllm", "max_batch": options.sessions},
+            engine={"name": engine, "max_batch": options.sessions},
         )
         document["model"]["context_length"] = context(options)
         run_toml = site.dir / "run.toml"
