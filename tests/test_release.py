@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.testing import CliRunner
 
 import scavenger
+from scavenger.cli.main import app
 from scavenger.config import DaemonConfig
 from tests.conftest import SERVICES
 
@@ -40,6 +42,8 @@ def test_the_version_is_the_same_wherever_it_stands() -> None:
     assert unreleased == "[Unreleased]"
     assert re.fullmatch(rf"\[{re.escape(scavenger.__version__)}\] - \d{{4}}-\d\d-\d\d", newest)
     assert version_in_setup() == scavenger.__version__
+    for asked in ("version", "--version"):
+        assert CliRunner().invoke(app, [asked]).output == f"{scavenger.__version__}\n"
 
 
 def test_a_changelog_entry_can_be_read_in_one_go() -> None:

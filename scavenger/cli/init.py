@@ -438,6 +438,7 @@ def _site(
     print("yours to decide (docs/config.md):")
     print("\n".join(f"  {line}" for line in proposal.open))
     print(f"next: scavenger doctor --config {path}, then scavenger daemon --config {path}")
+    print("(under systemd: copy it to /etc/scavenger first, docs/install.md)")
 
 
 def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:

@@ -41,6 +41,13 @@ from scavenger.errors import ConfigError, ScavengerError
 from scavenger.printable import printable
 from scavenger.protocol import keys
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
@@ -74,6 +81,15 @@ def main() -> None:
     except ScavengerError as error:
         err.print(printable(f"scavenger: {error}"), markup=False)
         sys.exit(error.exit_code)
+
+
+@app.callback()
+def options(
+    shown: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Reinforcement learning on a Slurm site's idle GPUs."""
 
 
 @app.command()

@@ -20,7 +20,7 @@ _REMEDIES = {
     errno.ENOSPC: "free space there, or give the file system more",
     errno.EDQUOT: "raise the daemon's user's quota there, or free some of it",
     errno.EFBIG: "raise the limit on a file's size (LimitFSIZE= in the unit, `ulimit -f`)",
-    errno.EROFS: "mount it writable (the kernel mounts a failing disk read-only: dmesg)",
+    errno.EROFS: "mount it writable (under systemd: ReadWritePaths= of the unit; else the kernel mounts a failing disk read-only: dmesg)",
     errno.EIO: "look at the disk or its server (dmesg)",
     errno.ESTALE: "mount it again: its server was restarted",
     errno.ENOTCONN: "mount it again: its server is gone",

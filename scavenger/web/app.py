@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hmac
 import math
+import os
 import re
 import resource
 import secrets
@@ -76,6 +77,11 @@ def read_token(path: Path) -> str:
     """The token in `path`, made where there is none. Raises `AuthError` where it is another user's, others can read it, or it is none."""
     if not path.exists():
         keys.write_private(path, secrets.token_urlsafe(32).encode())
+    if (owner := path.stat().st_uid) != os.getuid():
+        raise AuthError(
+            f"{path} belongs to another user (uid {owner}, you are {os.getuid()})",
+            "run it as that user (as root: runuser -u scavenger -- scavenger web), or name a --token-file of your own",
+        )
     token = keys.read_private(path).decode("utf-8", "replace").strip()
     if not re.fullmatch(r"[A-Za-z0-9._~-]{20,}", token):
         raise AuthError(

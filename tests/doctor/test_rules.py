@@ -42,6 +42,7 @@ ELSEWHERE = site(answers={"nodes": CommandOutput(elsewhere((DATA / "nodes.txt").
 QOS_LOW = replace(WANTED, qos="low")
 ENFORCED = {**DBD, "AccountingStorageEnforce": "associations,limits"}
 LOW = "low||cluster|00:00:00||0.000000||||"
+BOUND = "low||cluster|00:00:00||0.000000|gres/gpu=64|||"
 NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
 
 
@@ -214,6 +215,20 @@ CASES = [
     ("qos", site(DBD, answers=qos_lines(LOW, NORMAL)), WANTED, WARNING, "harvest.qos is empty"),
     ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), WANTED, PROBLEM, "harvest.qos is empty"),
     ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), QOS_LOW, OK, "UsageFactor=0"),
+    (
+        "qos",
+        site({**BY_QOS, "AccountingStorageEnforce": "associations"}, answers=qos_lines(BOUND, NORMAL)),
+        QOS_LOW,
+        WARNING,
+        "MaxTRESPU=gres/gpu=64; AccountingStorageEnforce has no `limits`, so Slurm enforces none",
+    ),
+    (
+        "qos",
+        site({**BY_QOS, "AccountingStorageEnforce": "limits,qos"}, answers=qos_lines(BOUND, NORMAL)),
+        QOS_LOW,
+        OK,
+        "MaxTRESPU=gres/gpu=64; UsageFactor=0",
+    ),
     (
         "qos",
         site(BY_QOS, answers=qos_lines(LOW, NORMAL)),

@@ -193,7 +193,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "scavenger join /shared/scavenger/public": FIRST_ENGINE,
         "scavenger init $USER-first --tiny --partition reserved": FIRST_ENGINE,
         "scavenger init $USER-first --check": FIRST_ENGINE,
-        "sbatch $USER-first/train.sbatch": FIRST_ENGINE,
+        "sbatch $USER-first/train.sbatch --set run.steps=600": FIRST_ENGINE,
         "runuser -u scavenger -- scavenger ledger backup FILE": Here(
             needs=("served",),
             put={"runuser -u scavenger -- ": "runuser -u root -- ", "FILE": "before-upgrade.ledger"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from scavenger import config
 from scavenger.cli.main import app
+from scavenger.errors import ScavengerError
 from scavenger.observe import status
 from scavenger.top import recorded, text, view
 from scavenger.top.feed import SiteFeed
@@ -36,9 +39,25 @@ def served(tmp_path: Path) -> SiteFeed:
     return feed(path)
 
 
+def test_who_may_not_write_to_the_state_directory_may_not_drain(
+    served: SiteFeed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.may_not_drain() == ""
+    with (
+        monkeypatch.context() as patched
+    ):  # in place of another user: tests may run as root, who may write anywhere
+        patched.setattr(os, "access", lambda path, mode: path != tmp_path / "state" or not mode & os.W_OK)
+        assert "may not write to" in served.may_not_drain()
+        with pytest.raises(ScavengerError, match="nothing was drained"):
+            served.drain("node1", off=False)
+    shutil.rmtree(tmp_path / "state")
+    assert "is not on this host" in served.may_not_drain()
+
+
 def test_a_serving_daemon_and_its_ledger_make_one_view(served: SiteFeed) -> None:
     seen = build(served.read())
     assert (seen.daemon, seen.status_age_s, seen.poll_age_s, seen.problems) == ("SERVING", 3.0, 10.0, ())
+    assert "Slurm polled 10 s ago" in text.head(seen, 80).plain
     assert seen.why_not_more == "max_engines = 2 is reached"
     assert seen.gpus == Gpus(4, 2, 2, 1, 3, 4)
     assert [node.engines for node in seen.nodes] == [1, 1, 1, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import threading
@@ -286,7 +287,7 @@ def test_viewers_are_told_of_a_change_and_one_poller_asks(
     assert all(one.startswith("event: changed\n") for one in heard[20:])
 
 
-def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "web.token"
     made = web.read_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -295,6 +296,11 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AuthError, match="can be read by others"):
         web.read_token(path)
     path.chmod(0o600)
+    with monkeypatch.context() as patched:  # in place of root, who may read the daemon's file
+        patched.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+        with pytest.raises(AuthError, match="belongs to another user") as caught:
+            web.read_token(path)
+        assert "runuser -u scavenger -- scavenger web" in caught.value.remedy
     for wrong in ("short", "\u043f\u0430\u0440\u043e\u043b\u044c" * 4, "twelve and twelve more"):
         path.write_text(wrong, encoding="utf-8")
         with pytest.raises(AuthError, match="20 letters, digits"):

@@ -137,4 +137,4 @@ def _column(columns: Sequence[str], asked: str, known: Sequence[str], what: str,
 
 
 def _listed(columns: Sequence[str]) -> str:
-    return ", ".join(map(repr, columns)) or "no other column"
+    return ", ".join(repr(name) for name in columns if name.strip()) or "no column with a name"

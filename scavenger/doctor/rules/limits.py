@@ -193,6 +193,10 @@ def qos(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
         return SiteFinding(
             "qos", Level.WARNING, observed, f"sacctmgr modify qos {','.join(others)} set preempt+={ours.name}"
         )
+    if ours.limits and not set(facts.words("AccountingStorageEnforce")) & {"limits", "safe", "all"}:
+        observed += "; AccountingStorageEnforce has no `limits`, so Slurm enforces none of these"
+        remedy = "AccountingStorageEnforce=limits,qos in slurm.conf (for all users), or bound it by harvest.max_gpus alone"
+        return SiteFinding("qos", Level.WARNING, observed, remedy)
     if ours.usage_factor:
         observed += f"; UsageFactor={ours.usage_factor:g}, so harvesting counts in its account's fair share"
         return SiteFinding(

@@ -176,6 +176,9 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
     assert (found.prompt_field, found.answer_field, found.mathematics) == ("q", "a", True)
     with pytest.raises(ConfigError, match="no column 'z'"):
         rows.read_facts(path, "z", "a")
+    path.write_text('{"": "1>"}\n')
+    with pytest.raises(ConfigError, match="no column with a name"):
+        rows.read_facts(path, "z", "")
 
 
 def test_a_run_on_rows_without_answers_is_drafted_once_its_reward_is_named(
