@@ -46,7 +46,7 @@ from tests.web.sites import tokenizer
 
 NODES = ("gpu01", "gpu02", "gpu07")
 #: Seconds that a command may take here.
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 SYSTEMCTL = """#!/bin/bash
 # In place of systemd, which no container of the gate has: starts, ends and asks the daemon of the test.
 verb="$1"

@@ -216,7 +216,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "scavenger init my-run --model MODEL --data PROMPTS --partition reserved --gpus 8 --gpu H100": Here(
             needs=("served",), says="train.sbatch"
         ),
-        "scavenger init my-run --check": Here(says="nobody has it yet", long=True),
+        "scavenger init my-run --check": Here(needs=("drafted",), says="nobody has it yet", long=True),
         "sbatch --time=1:00:00 my-run/train.sbatch --set run.name=try --set run.out_dir=try --set run.steps=3 --set run.harvest=false": Here(
             says="Submitted batch job"
         ),

@@ -134,8 +134,15 @@ class Settings:
         for what in ("user scavenger", "qos scavenge", "account scavenger"):
             self.place.run(f"sacctmgr -i delete {what}")
 
+    def _drafted(self, folder: Path) -> None:
+        """The page's run, where an earlier command of it has not made it."""
+        self._served(folder)
+        if not (folder / "my-run").exists():
+            self._well("scavenger init my-run --model MODEL --data PROMPTS", f"docs/{folder.name}.md")
+
     def _small(self, folder: Path) -> None:
         """The drafted run on the built-in engine, with two short steps: there is no GPU here."""
+        self._drafted(folder)
         self.place.small(folder / "my-run/run.toml")
 
     def _first(self, folder: Path) -> None:
