@@ -51,6 +51,7 @@ from scavenger.protocol.worker.events import (
     EndWorker,
     EngineCrashed,
     Generated,
+    HearSiblings,
     KeyRefused,
     Loaded,
     LoadFailed,
@@ -387,6 +388,8 @@ class RolloutWorker:
                 await self._add(self._engine, command)
             elif isinstance(command, Abort):
                 await self._engine.abort(command.handles)
+            elif isinstance(command, HearSiblings):
+                await self._engine.hear(command)
             elif isinstance(command, Pulled):
                 await self._load(self._engine, command)
             elif isinstance(command, SleepEngine):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
-from scavenger.protocol.worker.events import Delta, Request, Speculated
+from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.sizing.training import USABLE
 
 #: Of a GPU, what an engine that sleeps may hold: half of what training does not use. CUDA contexts and NCCL want the other half.
@@ -142,6 +142,10 @@ class Engine(Protocol):
 
     def speculated(self) -> Speculated:
         """What it drafted from siblings, and how much of that was accepted; zeros where it does not speculate."""
+        ...
+
+    async def hear(self, news: HearSiblings) -> None:
+        """Take what siblings said on other engines as drafts, or drop it; returns at once. Nothing in it may change a token."""
         ...
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ from rollout.engines.speculation.groups import NO_DRAFT, DraftTokens, group_of
 from rollout.engines.speculation.speculator import Speculator
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request, Speculated
+from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.sizing.shape import of_config
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -251,8 +251,12 @@ class Decoder:
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     @torch.inference_mode()
-    def step(self, joining: Sequence[Request], cancelled: Sequence[int]) -> list[Delta]:
-        """One iteration: release `cancelled`, give free slots to waiting requests, one new token for every running one."""
+    def step(
+        self, joining: Sequence[Request], cancelled: Sequence[int], heard: Sequence[HearSiblings] = ()
+    ) -> list[Delta]:
+        """One iteration: release `cancelled`, give free slots to waiting requests, one new token for every running one. `heard`: what
+        siblings said elsewhere, for drafts."""
+        self._hear(heard)
         gone = set(cancelled)
         self._waiting = [r for r in (*self._waiting, *joining) if r.handle not in gone]
         self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
@@ -261,6 +265,20 @@ class Decoder:
         fresh, over = self._prefill(running)
         self._release([*ended, *over])
         return [*deltas, *fresh]
+
+    def _hear(self, heard: Sequence[HearSiblings]) -> None:
+        speculator, vocab = self._speculator, self.vocab_size
+        if speculator is None:
+            return
+        for news in heard:
+            for said in news.said:
+                # A draft goes through the model before it is verified: it must be of this vocabulary.
+                if said.token_ids and min(said.token_ids) >= 0 and max(said.token_ids) < vocab:
+                    prompt = said.group.prompt
+                    name = group_of(said.group.key, prompt)
+                    speculator.hear(name, prompt, said.index, said.offset, said.token_ids)
+            for group in news.over:
+                speculator.drop(group_of(group.key, group.prompt))
 
     def _decode(self) -> tuple[list[Delta], list[int]]:
         rows, speculator = self._rows, self._speculator

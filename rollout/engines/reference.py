@@ -32,7 +32,7 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.events import Delta, Request, Speculated
+from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,6 +72,7 @@ class ReferenceEngine:
         self._live: set[int] = set()
         self._joining: list[Request] = []
         self._cancelled: list[int] = []
+        self._heard: list[HearSiblings] = []
         self._work = asyncio.Event()
         self._iterations = 0
         self._usable = False
@@ -123,7 +124,8 @@ class ReferenceEngine:
                 self._next_beat = time.monotonic() + self._beat_s
             joining, self._joining = self._joining, []
             cancelled, self._cancelled = self._cancelled, []
-            deltas = await self._compute(self._decoder.step, joining, cancelled)
+            heard, self._heard = self._heard, []
+            deltas = await self._compute(self._decoder.step, joining, cancelled, heard)
             self._iterations += 1
             fresh = [d for d in deltas if d.handle in self._live]
             self._live.difference_update(d.handle for d in fresh if d.finish or d.error)
@@ -149,6 +151,10 @@ class ReferenceEngine:
 
     def speculated(self) -> Speculated:
         return self._decoder.speculated
+
+    async def hear(self, news: HearSiblings) -> None:
+        if self._spec.speculation != "none":
+            self._heard.append(news)
 
     async def close(self) -> None:
         self._forget_all()

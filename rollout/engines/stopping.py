@@ -25,7 +25,7 @@ from tokenizers.decoders import DecodeStream
 from rollout.engines import tokenizer_trial
 from rollout.engines.base import Engine, EngineInfo, Weight
 from scavenger.errors import EngineError, describe
-from scavenger.protocol.worker.events import Delta, Request, Speculated
+from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.weights import files
 
 _REMEDY = "run engines and trainer with one release of tokenizers, or use sampling.stop_token_ids"
@@ -244,6 +244,9 @@ class Stopping:
 
     def speculated(self) -> Speculated:
         return self._engine.speculated()
+
+    async def hear(self, news: HearSiblings) -> None:
+        await self._engine.hear(news)
 
     async def close(self) -> None:
         await self._engine.close()

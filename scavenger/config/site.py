@@ -149,6 +149,10 @@ class RouterSection(Section):
     that, and chance does not explain it. Raise it where engines of one run compute in different types."""
     disagreement_samples: Annotated[int, Field(ge=4)] = 16
     """Samples of an engine that must have been trained before it is judged."""
+    sibling_bytes_per_s: NonNegative = 262_144
+    """Bytes a second at most, before compression, of siblings' tokens that the daemon sends to each engine of a run with
+    `engine.speculation = "group"` ([engines.md](engines.md#grouped-speculation)); a token has four. 0: an engine
+    drafts from its own samples alone."""
 
 
 class LedgerSection(Section):

@@ -17,6 +17,7 @@ from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, 
 from scavenger.protocol.worker.events import (
     Delta,
     EndWorker,
+    HearSiblings,
     Request,
     Speculated,
     WorkerIdentity,
@@ -41,6 +42,7 @@ class Scripted:
     def __init__(self, step_s: float = 0.002) -> None:
         self.requests: dict[int, tuple[Request, int]] = {}
         self.calls: list[str] = []
+        self.heard: list[HearSiblings] = []
         self.dead: Exception | None = None
         self._step_s = step_s
         self.gpu_nbytes = 0
@@ -104,6 +106,9 @@ class Scripted:
 
     def speculated(self) -> Speculated:
         return Speculated(7, 4, 2)
+
+    async def hear(self, news: HearSiblings) -> None:
+        self.heard.append(news)
 
     async def close(self) -> None:
         self.calls.append("close")

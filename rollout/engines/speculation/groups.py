@@ -1,6 +1,7 @@
 """Which samples are siblings, and what of their tokens is kept: one automaton a group, bounded over all groups. Pure.
 
-A group's automaton holds its prompt once; each sample goes on from there. Only its own group's automaton ever drafts for a sample.
+A group's automaton holds its prompt once; each sample goes on from there, whether it is generated here (`enter`, `extend`) or what it said
+on another engine is told (`hear`). Only its own group's automaton ever drafts for a sample.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Group:
     start: int = _NEW  # after the prompt
     tokens: int = 0
     at: dict[Hashable, int] = field(default_factory=dict)  # by the engine's handle of the sample
-    known: set[int] = field(default_factory=set)  # samples (`SampleKey.index`) whose tokens were counted once
+    index: dict[Hashable, int] = field(default_factory=dict)  # `SampleKey.index`, by the same
+    #: By index: how many tokens of the sample's completion are known, and where they end in the automaton.
+    known: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, prompt: Sequence[int]) -> int:
         """Where a sample's completion begins. Takes the prompt at its first call."""
@@ -55,6 +58,39 @@ class Group:
             self.start = self.automaton.extend(ROOT, prompt)
             self.tokens += len(prompt)
         return self.start
+
+    def enter(self, handle: Hashable, index: int, accepted: Sequence[int]) -> None:
+        """A sample is generated here, with so many tokens. Those that are known of it are not counted again."""
+        counted = min(self.known.get(index, (0, 0))[0], len(accepted))
+        state = self.automaton.extend(self.start, accepted[:counted], count=False)
+        self.at[handle] = self.automaton.extend(state, accepted[counted:])
+        self.index[handle] = index
+        self.known[index] = len(accepted), self.at[handle]
+        self.tokens += len(accepted)
+
+    def extend(self, handle: Hashable, tokens: Sequence[int]) -> None:
+        """The sample got these tokens here."""
+        self.at[handle] = state = self.automaton.extend(self.at[handle], tokens)
+        index = self.index[handle]
+        self.known[index] = self.known.get(index, (0, 0))[0] + len(tokens), state
+        self.tokens += len(tokens)
+
+    def hear(self, index: int, offset: int, tokens: Sequence[int]) -> None:
+        """A sample said `tokens` elsewhere, from `offset` of its completion on. What is known of it changes nothing. Behind a gap its
+        context is empty."""
+        length, state = self.known.get(index, (0, self.start))
+        end = offset + len(tokens)
+        if end <= length or index in self.index.values():
+            return
+        new = tokens[max(0, length - offset) :]
+        if offset > length:
+            state = ROOT
+        self.known[index] = end, self.automaton.extend(state, new)
+        self.tokens += len(new)
+
+    def leave(self, handle: Hashable) -> None:
+        """The sample is no longer generated here."""
+        del self.at[handle], self.index[handle]
 
     def forget(self) -> None:
         """All that was said so far; its samples go on from nothing."""
@@ -106,15 +142,10 @@ class Groups:
     ) -> None:
         """A sample is generated from now on. `name`: of its group (`group_of`); `index`: its place there; `accepted`: tokens of its
         completion that there were before."""
-        group = self._groups.get(name)
-        if group is None:
-            group = self._groups[name] = Group()
-        self._groups.move_to_end(name)
+        group = self._group(name)
         before = group.tokens
-        state = group.begin(prompt)
-        group.at[handle] = group.automaton.extend(state, accepted, count=index not in group.known)
-        group.known.add(index)
-        group.tokens += len(accepted)
+        group.begin(prompt)
+        group.enter(handle, index, accepted)
         self._of[handle] = group
         self._grew(group, group.tokens - before)
 
@@ -123,20 +154,45 @@ class Groups:
         group = self._of.get(handle)
         if group is None or not tokens:
             return
-        group.at[handle] = group.automaton.extend(group.at[handle], tokens)
-        group.tokens += len(tokens)
+        group.extend(handle, tokens)
         self._grew(group, len(tokens))
 
     def leave(self, handle: Hashable) -> None:
         """The sample is no longer generated here; what it said stays for its siblings."""
         group = self._of.pop(handle, None)
         if group is not None:
-            del group.at[handle]
+            group.leave(handle)
+
+    def hear(
+        self, name: Hashable, prompt: Sequence[int] | None, index: int, offset: int, tokens: Sequence[int]
+    ) -> None:
+        """A sample of the group said this on another engine. `prompt`: of a group that may be new here; None: it is dropped if it is."""
+        if prompt is None and name not in self._groups:
+            return
+        group = self._group(name)
+        before = group.tokens
+        if prompt is not None:
+            group.begin(prompt)
+        group.hear(index, offset, tokens)
+        self._grew(group, group.tokens - before)
+
+    def drop(self, name: Hashable) -> None:
+        """No sample of the group is generated here any more, nor will be soon: forget what was said, unless one is."""
+        group = self._groups.get(name)
+        if group is not None and not group.at:
+            self._tokens -= self._groups.pop(name).tokens
 
     def draft(self, handle: Hashable, most: int) -> DraftTokens:
         """A guess at the sample's next `most` tokens."""
         group = self._of.get(handle)
         return group.draft(handle, most) if group is not None and most > 0 else NO_DRAFT
+
+    def _group(self, name: Hashable) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = Group()
+        self._groups.move_to_end(name)
+        return group
 
     def _grew(self, grown: Group, by: int) -> None:
         self._tokens += by

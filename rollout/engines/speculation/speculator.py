@@ -1,6 +1,7 @@
 """What an engine asks for drafts: it tells which samples run, what they said and how passes went, and gets drafts. Pure: time is told.
 
 enter, extend, leave      the samples of the running batch and their tokens
+hear, drop                what their siblings said on other engines, and when that is no longer needed
 propose                   before a pass: a draft of each sample, cut to the length that pays, and why
 verified, passed          after it: what was accepted, how long it took
 """
@@ -62,6 +63,16 @@ class Speculator:
     def leave(self, handle: Hashable) -> None:
         """As in `Groups`."""
         self.groups.leave(handle)
+
+    def hear(
+        self, name: Hashable, prompt: Sequence[int] | None, index: int, offset: int, tokens: Sequence[int]
+    ) -> None:
+        """As in `Groups`."""
+        self.groups.hear(name, prompt, index, offset, tokens)
+
+    def drop(self, name: Hashable) -> None:
+        """As in `Groups`."""
+        self.groups.drop(name)
 
     def rests(self, rows: int) -> bool:
         """Whether the next pass, over so many samples, gets no drafts: they did not pay lately. Its samples' tokens may come later."""

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import struct
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,14 +32,15 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
-from rollout.engines.vllm.proposer import request_name
+from rollout.engines.vllm.proposer import Heard, group_name, request_name
 from rollout.engines.vllm.setup import MemoryFiles
 from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
-from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, Request, Speculated
+from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, HearSiblings, Request, Speculated
 
 NAME = "vllm"
+MAX_NEWS = 64  # messages with siblings' tokens that wait while vLLM's process does something else; then the oldest is dropped
 ASK_SPECULATED_S = 1.0  # between two questions to vLLM's process what speculation did
 CALL_S = 300.0  # what one call to all ranks may take
 _SEED_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
@@ -176,6 +178,11 @@ class VllmEngine:
         self._routes: Routed = {}  # by the name that a request has here
         self._speculated = NOT_SPECULATED  # as vLLM's process said last
         self._ask_speculated_at = 0.0
+        self._news: deque[HearSiblings] = deque(
+            maxlen=MAX_NEWS
+        )  # of siblings elsewhere, not yet told to vLLM's process
+        self._telling: asyncio.Task[None] | None = None
+        self._introduced: set[str] = set()  # groups whose prompt that process was told
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -514,6 +521,33 @@ class VllmEngine:
     def speculated(self) -> Speculated:
         return self._speculated
 
+    async def hear(self, news: HearSiblings) -> None:
+        if self._spec.speculation == "none":
+            return
+        self._news.append(news)
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """Beside the requests, none of which waits for it. A dead core is noticed by them."""
+        with contextlib.suppress(EngineError):
+            while self._news:
+                said, over = self._named(self._news.popleft())
+                await self._call(self._llm.collective_rpc("scavenger_hear", CALL_S, (said, over)))
+
+    def _named(self, news: HearSiblings) -> tuple[list[Heard], list[str]]:
+        said: list[Heard] = []
+        for one in news.said:
+            # A draft goes through the model before it is verified: it must be of this vocabulary.
+            if one.token_ids and min(one.token_ids) >= 0 and max(one.token_ids) < self._layout.vocab_size:
+                name = group_name(one.group.key, one.group.prompt)
+                prompt = None if name in self._introduced else one.group.prompt
+                self._introduced.add(name)
+                said.append((name, prompt, one.index, one.offset, one.token_ids))
+        over = [group_name(group.key, group.prompt) for group in news.over]
+        self._introduced.difference_update(over)
+        return said, over
+
     async def close(self) -> None:
         self._fail(EngineError("the engine is closed"))
         loop = asyncio.get_running_loop()
@@ -525,6 +559,8 @@ class VllmEngine:
         self._cores.clear()
         for stream in self._streams.values():
             stream.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(RuntimeError):  # closed twice
             await loop.run_in_executor(self._executor, self._shut_down)

@@ -21,6 +21,8 @@ from scavenger.protocol.worker.events import Speculated
 
 #: As `speculative_config` names it.
 PATH = "rollout.engines.vllm.proposer.GroupProposer"
+#: Group, its prompt where it may be new, index of the sample, offset, tokens: as `Groups.hear`.
+Heard = tuple[str, Sequence[int] | None, int, int, Sequence[int]]
 MAX_DRAFT = 8  # vLLM keeps room for so many more tokens of each request
 
 
@@ -34,8 +36,12 @@ class Named(NamedTuple):
 
 def request_name(serial: int, key: SampleKey, prompt: Sequence[int]) -> str:
     """A name in vLLM for a request; `serial` tells apart those of one sample. vLLM appends "-" and letters of its own."""
-    group = blake2b(repr(group_of(key, prompt)).encode(), digest_size=12).hexdigest()
-    return f"{serial}.{group}.{key.index}.{len(prompt)}"
+    return f"{serial}.{group_name(key, prompt)}.{key.index}.{len(prompt)}"
+
+
+def group_name(key: SampleKey, prompt: Sequence[int]) -> str:
+    """What names a sample's group in vLLM."""
+    return blake2b(repr(group_of(key, prompt)).encode(), digest_size=12).hexdigest()
 
 
 def named(request: str) -> Named | None:
@@ -67,6 +73,13 @@ class GroupProposer:
     def attach(self, runner: Any) -> None:
         """vLLM's model runner, whose table of running requests says whose each row is (`input_batch.req_ids`)."""
         self._runner = runner
+
+    def hear(self, said: Sequence[Heard], over: Sequence[str]) -> None:
+        """What siblings said on other engines; and groups, by their names, that need it no more."""
+        for group, prompt, index, offset, tokens in said:
+            self._speculator.hear(group, prompt, index, offset, tokens)
+        for group in over:
+            self._speculator.drop(group)
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """There is no model to load: vLLM's CPU runner asks every proposer."""

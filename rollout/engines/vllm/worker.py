@@ -33,7 +33,7 @@ from rollout.engines.merging import FileMerge, FileRow
 from rollout.engines.routing import pack
 from rollout.engines.slices import Boxes
 from rollout.engines.vllm import names as engine_names
-from rollout.engines.vllm.proposer import put_right_without_triton
+from rollout.engines.vllm.proposer import Heard, put_right_without_triton
 from scavenger.errors import describe
 
 _log = structlog.get_logger(__name__)
@@ -288,6 +288,10 @@ class Extension:
         """What speculation did so far: drafted, accepted, verifications."""
         total = self.model_runner.drafter.total
         return total.drafted, total.accepted, total.verifications
+
+    def scavenger_hear(self, said: Sequence[Heard], over: Sequence[str]) -> None:
+        """What siblings said on other engines, for drafts."""
+        self.model_runner.drafter.hear(said, over)
 
     def scavenger_routed_rows(self, request: str, first: int, rows: Sequence[bytes]) -> None:
         if not self.scavenger_routed:

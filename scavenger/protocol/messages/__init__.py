@@ -3,7 +3,8 @@
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
     worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / Asleep / Awake / Goodbye
-    daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
+    daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / SiblingTokens / Yield / Revoke / Ack / Sleep / Wake /
+                         Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
@@ -24,9 +25,11 @@ from scavenger.protocol.messages.codec import (
     encode,
     pack_logprobs,
     pack_tokens,
+    squeeze_tokens,
     token_count,
     unpack_logprobs,
     unpack_tokens,
+    unsqueeze_tokens,
 )
 from scavenger.protocol.messages.common import (
     GUEST_INTENT,
@@ -36,6 +39,8 @@ from scavenger.protocol.messages.common import (
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_ROUTING,
+    MAX_SIBLING_PIECES,
+    MAX_SIBLING_TOKENS,
     MAX_SLOTS,
     MAX_SPAN_SUMS,
     MAX_SPANS,
@@ -137,6 +142,8 @@ from scavenger.protocol.messages.worker import (
     SampleFailed,
     SampleKey,
     Serving,
+    SiblingPiece,
+    SiblingTokens,
     Sleep,
     ToWorker,
     UseWeights,
@@ -164,6 +171,8 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_PASS_RATES",
     "MAX_ROUTING",
+    "MAX_SIBLING_PIECES",
+    "MAX_SIBLING_TOKENS",
     "MAX_SLOTS",
     "MAX_SPANS",
     "MAX_SPAN_SUMS",
@@ -240,6 +249,8 @@ __all__ = [
     "Serving",
     "SetReserved",
     "Share",
+    "SiblingPiece",
+    "SiblingTokens",
     "Sleep",
     "SpanSums",
     "SubmitGroups",
@@ -270,8 +281,10 @@ __all__ = [
     "pack_logprobs",
     "pack_tokens",
     "reserved_name",
+    "squeeze_tokens",
     "token_count",
     "unpack_logprobs",
     "unpack_tokens",
+    "unsqueeze_tokens",
     "words",
 ]

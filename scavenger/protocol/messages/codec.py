@@ -8,6 +8,7 @@ Boundary: bytes; the messages themselves know no frame.
 from __future__ import annotations
 
 import sys
+import zlib
 from array import array
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -93,6 +94,26 @@ def token_count(packed: bytes) -> int:
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """The inverse of `pack_tokens`."""
     return _unpack("i", data)
+
+
+def squeeze_tokens(packed: bytes) -> bytes:
+    """Packed token ids in fewer bytes: ids are small and samples of one group repeat each other."""
+    return zlib.compress(b"".join(packed[byte::4] for byte in range(4)), 1)
+
+
+def unsqueeze_tokens(data: bytes, tokens: int) -> bytes:
+    """The inverse of `squeeze_tokens`, for just so many tokens; raises `WireError`. Allocates no more than they need."""
+    unzip = zlib.decompressobj()
+    try:
+        planes = unzip.decompress(data, 4 * tokens + 1)
+    except zlib.error as error:
+        raise WireError(f"not {tokens} squeezed tokens: {error}") from error
+    if len(planes) != 4 * tokens:
+        raise WireError(f"not {tokens} squeezed tokens: {len(planes):,} bytes or more, unpacked")
+    packed = bytearray(4 * tokens)
+    for byte in range(4):
+        packed[byte::4] = planes[byte * tokens : (byte + 1) * tokens]
+    return bytes(packed)
 
 
 def pack_logprobs(logprobs: Iterable[float]) -> bytes:

@@ -26,6 +26,9 @@ MAX_SPANS = 64
 #: Versions that one sample may have tokens of, each named once a change: a moved sample has a few.
 MAX_VERSIONS = 256
 MAX_SPAN_SUMS = 16384
+#: Of one message with siblings' tokens: how many, and of how many samples in a row.
+MAX_SIBLING_TOKENS = 16384
+MAX_SIBLING_PIECES = 1024
 #: Stop texts of one sample: they travel with each lease.
 MAX_STOPS = 64
 #: A model's config.json and a run.toml: the daemon keeps both for as long as it knows the run.

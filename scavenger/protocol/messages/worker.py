@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from scavenger.protocol.messages.common import (
+    MAX_SIBLING_PIECES,
+    MAX_SIBLING_TOKENS,
     BoundedText,
     Count,
     Digest,
@@ -12,6 +18,7 @@ from scavenger.protocol.messages.common import (
     Message,
     MessagePart,
     Nbytes,
+    Positive,
     Rate,
     Rejected,
     Sampling,
@@ -77,6 +84,15 @@ class Chunk(MessagePart, frozen=True):
     raw_logprobs: bytes
     finish: str | None = None
     routing: bytes = b""
+
+
+class SiblingPiece(MessagePart, frozen=True):
+    """So many consecutive tokens of a sample that is generated elsewhere, or was: the token at `offset` is the first."""
+
+    sample_id: int
+    key: SampleKey
+    offset: Count
+    count: Positive
 
 
 # ---------------------------------------------------------------- worker -> daemon
@@ -301,6 +317,17 @@ class Assign(Message, frozen=True):
     leases: tuple[Lease, ...]
 
 
+class SiblingTokens(Message, frozen=True):
+    """What siblings of leased samples said on other engines: drafts, where `EngineSpec.speculation` is "group". A guess and no more:
+    it may be lost, late, doubled or wrong, and is never acknowledged.
+
+    `tokens`: of all pieces, one after the other, as `squeeze_tokens` makes them; together `MAX_SIBLING_TOKENS` at most.
+    """
+
+    pieces: Annotated[tuple[SiblingPiece, ...], msgspec.Meta(max_length=MAX_SIBLING_PIECES)]
+    tokens: Annotated[bytes, msgspec.Meta(max_length=5 * MAX_SIBLING_TOKENS)] = b""
+
+
 class Revoke(Message, frozen=True):
     """These leases are over: stop generating, drop what is held of them."""
 
@@ -367,6 +394,7 @@ ToWorker = (
     | UseWeights
     | PullAhead
     | Assign
+    | SiblingTokens
     | Yield
     | Revoke
     | Ack

@@ -325,6 +325,33 @@ class MoreHolders(WorkerAction):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupName:
+    """Which group of samples: the key of any of them, and their prompt."""
+
+    key: messages.SampleKey
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SiblingSaid:
+    """Tokens of a group's sample (`index`) on another engine, from `offset` of its completion on. A draft: it may be wrong, late or
+    doubled, and hold any number that is not negative."""
+
+    group: GroupName
+    index: int
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HearSiblings(WorkerAction):
+    """Drafts for the samples of these groups. `over`: groups of which no sample is generated here any more."""
+
+    said: tuple[SiblingSaid, ...] = ()
+    over: tuple[GroupName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Add(WorkerAction):
     """Begin this request; answer Generated, or AddRefused."""
 

@@ -17,8 +17,17 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from scavenger.errors import WireError
 from scavenger.protocol import messages
-from scavenger.protocol.messages import Chunk, Held, Lease, pack_logprobs, pack_tokens, unpack_tokens
+from scavenger.protocol.messages import (
+    Chunk,
+    Held,
+    Lease,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
+    unsqueeze_tokens,
+)
 from scavenger.protocol.worker.events import (
     NOT_SPECULATED,
     Abort,
@@ -27,6 +36,8 @@ from scavenger.protocol.worker.events import (
     Built,
     Delta,
     Generated,
+    GroupName,
+    HearSiblings,
     Loaded,
     LoadFailed,
     LoadWeights,
@@ -37,6 +48,7 @@ from scavenger.protocol.worker.events import (
     Request,
     SendMessage,
     Serves,
+    SiblingSaid,
     SleepEngine,
     Slept,
     Speculated,
@@ -326,6 +338,8 @@ class Work:
         self._wanted: messages.UseWeights | None = None  # being pulled or loaded
         self._ahead = -1  # version that was pulled beside the work, or is on its way
         self._serving: dict[int, messages.Serving] = {}  # what is given out to other workers
+        #: Of groups of whose siblings the engine was told, by their key without its index.
+        self._told: dict[tuple[str, int, int], GroupName] = {}
         self._waiting: list[messages.Lease] = []  # assigned for the version that is being loaded
         self.memory: messages.Memory = "awake"  # of its GPUs: what the engine does with it
         self.memory_order = 0  # number of the last order to sleep or wake that came
@@ -399,7 +413,8 @@ class Work:
         if self.leases.ack_owed() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
-        return [*self.flush(), SendMessage(self.heartbeat(progress, rate, speculated=speculated))]
+        beat = SendMessage(self.heartbeat(progress, rate, speculated=speculated))
+        return [*self._forget_groups(), *self.flush(), beat]
 
     def heartbeat(
         self,
@@ -606,6 +621,38 @@ class Work:
         found = (self.leases.find(sample_id, epoch) for sample_id, epoch in message.leases)
         return self._forget([held for held in found if held is not None])
 
+    # ------------------------------------------------------------ siblings elsewhere
+
+    def siblings(self, message: messages.SiblingTokens, _now: float) -> list[WorkerAction]:
+        """Drafts for samples that run here; what no running sample asks for is dropped, and what cannot be read."""
+        count = sum(piece.count for piece in message.pieces)
+        if self.closed or count > messages.MAX_SIBLING_TOKENS:
+            return []
+        running = {_group_key(held.lease.key): held.lease for held in self.leases.running()}
+        try:
+            tokens = unpack_tokens(unsqueeze_tokens(message.tokens, count))
+        except WireError as error:
+            return [LogNote("siblings-unreadable", error.cause)]
+        said, at = [], 0
+        for piece in message.pieces:
+            new = tokens[at : at + piece.count]
+            at += piece.count
+            lease = running.get(_group_key(piece.key))
+            if lease is None or min(new) < 0:
+                continue
+            group = GroupName(lease.key, _prompt_tokens(lease.prompt))
+            self._told[_group_key(lease.key)] = group
+            said.append(SiblingSaid(group, piece.key.index, piece.offset, new))
+        return [HearSiblings(tuple(said))] if said else []
+
+    def _forget_groups(self) -> list[WorkerAction]:
+        """Those whose last sample here is over."""
+        if not self._told:
+            return []
+        running = {_group_key(held.lease.key) for held in self.leases.running()}
+        over = [key for key in self._told if key not in running]
+        return [HearSiblings(over=tuple(self._told.pop(key) for key in over))] if over else []
+
     # ------------------------------------------------------------ weights, sleep
 
     def use_weights(self, message: messages.UseWeights, _now: float) -> list[WorkerAction]:
@@ -768,6 +815,10 @@ class Work:
             case "awake":
                 return self._send(messages.Awake(self.memory_order, self.bytes_held))
         return []
+
+
+def _group_key(key: messages.SampleKey) -> tuple[str, int, int]:
+    return key.purpose, key.step, key.prompt
 
 
 def _holders(weights: messages.UseWeights) -> tuple[tuple[messages.WeightSource, ...], ...]:

@@ -5,8 +5,18 @@ Boundary: invariants recounted; it changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from scavenger.policy.interface import Standard
-from scavenger.router.core import policy_driver, policy_view, samples, staleness, turns, worker_counts
+from scavenger.router.core import (
+    policy_driver,
+    policy_view,
+    samples,
+    siblings,
+    staleness,
+    turns,
+    worker_counts,
+)
 from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
@@ -23,6 +33,8 @@ def check(core: Core) -> None:
     for group in core.groups.values():
         if staleness.is_bounded(group) and not group.orphaned:
             _check_ages(group)
+        holders = Counter(s.worker_id for s in group.samples if s.worker_id)
+        assert group.holders == holders, f"group {group.id}: held by {group.holders}, leases are of {holders}"
         open_ones = sum(not s.done for s in group.samples)
         assert group.unfinished == open_ones, (
             f"group {group.id}: {group.unfinished} counted as not done, {open_ones} are"
@@ -66,6 +78,10 @@ def _check_sample(core: Core, sample: Sample) -> None:
 
 
 def _check_worker(core: Core, worker: Worker) -> None:
+    waiting = sum(end - start for start, end in worker.backlog.ranges.values())
+    assert waiting == worker.backlog.tokens, f"worker {worker.id}: {worker.backlog}, {waiting} tokens wait"
+    most = siblings.BACKLOG_S * core.limits.sibling_bytes_per_s / siblings.TOKEN_NBYTES
+    assert waiting <= most, f"worker {worker.id}: {waiting} siblings' tokens wait, over {most}"
     seen = worker.cached_slots
     assert seen is None or seen.leases == len(worker.leases), (
         f"worker {worker.id}: its leases changed since policies saw it: {seen}"

@@ -14,7 +14,15 @@ import msgspec
 from scavenger.ledger.records import OpenGroup, Record, Snapshot
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import Fact
-from scavenger.protocol.messages import Assign, Call, GroupDone, Message, TurnTokens, WorkerHello
+from scavenger.protocol.messages import (
+    Assign,
+    Call,
+    GroupDone,
+    Message,
+    SiblingTokens,
+    TurnTokens,
+    WorkerHello,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +197,12 @@ class Fill(msgspec.Struct, frozen=True, gc=False):
     """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample;
     a turn's with those from its offset on.
 
-    All of them are durable: what is not in memory can be read from the ledger.
+    All of them are durable: what is not in memory can be read from the ledger. Of `SiblingTokens` `lengths[i]` is where the i-th piece
+    ends; what is not in memory of them is left out.
     """
 
     conn: int
-    message: Assign | GroupDone | TurnTokens
+    message: Assign | GroupDone | TurnTokens | SiblingTokens
     lengths: tuple[int, ...]
 
 

@@ -49,6 +49,7 @@ from scavenger.router.core import (
     returns,
     runs,
     samples,
+    siblings,
     turns,
     worker_commands,
     worker_counts,
@@ -291,6 +292,7 @@ class Router:
                 worker.engine.moved_at = core.now
         for worker in list(self.core.workers.values()):
             workers.watch(self.core, worker)
+        siblings.send_due(self.core, self.core.workers.values())
 
     def demand(self, now: float) -> list[Demand]:
         """How many harvested engines each run can use. Between two steps it is what the last step could use: engines stay."""

@@ -18,7 +18,16 @@ from typing import Protocol
 
 import msgspec
 
-from scavenger.protocol.messages import Assign, Chunk, DoneSample, GroupDone, Lease, TurnTokens
+from scavenger.protocol.messages import (
+    Assign,
+    Chunk,
+    DoneSample,
+    GroupDone,
+    Lease,
+    SiblingTokens,
+    TurnTokens,
+    squeeze_tokens,
+)
 
 Payload = tuple[
     bytes, bytes, bytes, bytes
@@ -299,11 +308,13 @@ class PayloadStore:
 # ---------------------------------------------------------------- filling messages
 
 
-Filled = Assign | GroupDone | TurnTokens
+Filled = Assign | GroupDone | TurnTokens | SiblingTokens
 
 
 def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dict[int, int]:
     """Sample -> how many of its first tokens the message needs, where these are not in memory."""
+    if isinstance(message, SiblingTokens):
+        return {}  # drafts are worth no read of the ledger
     if isinstance(message, TurnTokens):
         here = store.has_from(message.sample_id, message.offset, lengths[0])
         return {} if here else {message.sample_id: lengths[0]}
@@ -317,6 +328,8 @@ def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dic
 
 def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
     """The same of all its samples that have tokens, wherever these are."""
+    if isinstance(message, SiblingTokens):
+        return {}
     if isinstance(message, TurnTokens):
         return {message.sample_id: lengths[0]}
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
@@ -351,3 +364,15 @@ def fill_tokens(message: TurnTokens, length: int, store: PayloadStore) -> TurnTo
     """The message with the sample's tokens from its offset up to `length`. Raises `ColdPayload` unless they are in memory."""
     tokens, logprobs, raw_logprobs, _ = store.piece(message.sample_id, message.offset, length)
     return msgspec.structs.replace(message, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs)
+
+
+def fill_siblings(message: SiblingTokens, ends: Sequence[int], store: PayloadStore) -> SiblingTokens | None:
+    """The pieces with those of their tokens that are in memory; None where there are none."""
+    pieces, tokens = [], []
+    for piece, end in zip(message.pieces, ends, strict=True):
+        first = store.start(piece.sample_id)
+        start = max(piece.offset, end if first is None else first)
+        if start < end and store.has_from(piece.sample_id, start, end):
+            pieces.append(msgspec.structs.replace(piece, offset=start, count=end - start))
+            tokens.append(store.piece(piece.sample_id, start, end)[0])
+    return SiblingTokens(tuple(pieces), squeeze_tokens(b"".join(tokens))) if pieces else None

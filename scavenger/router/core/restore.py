@@ -13,7 +13,7 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
-from scavenger.router.core import agreement, samples, staleness, turns
+from scavenger.router.core import agreement, samples, siblings, staleness, turns
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
@@ -223,6 +223,7 @@ def _restore_status(core: Core, run: ActiveRun, sample: Sample, row: rec.SampleS
             core.now,
         )
         run.workers[worker_id].leases[sample.id] = sample
+        siblings.lease_restored(sample)
         run.leased[version] = run.leased.get(version, 0) + 1
     else:
         if row.lease is not None:  # its holder left while the daemon was down

@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
-from scavenger.router.core import staleness
+from scavenger.router.core import siblings, staleness
 from scavenger.router.core.state import ActiveRun, CachedAt, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import IllegalTransition, SampleStatus, SampleStep, WorkerStatus
@@ -110,6 +110,7 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.reported = accepted
     worker.leases[sample.id] = sample
     worker.leases_altered()
+    siblings.lease_began(core, sample, worker)
     if group.turn is not None:
         known = group.turn.found_cached.get(sample.index, 0)
         worker.engine.entered += group.turn.prompt_tokens + accepted - known
@@ -273,6 +274,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
         _note_prefill(core, sample, sample.group.turn)
     core.payloads.append(sample.id, chunk.offset, chunk)
     sample.accepted += length
+    siblings.grew(core, sample, chunk.offset)
     if worker.kind == "reserved":
         sample.by_reserved += length
     else:
@@ -414,6 +416,7 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.due.idle_workers.append(worker)
+    siblings.lease_ended(sample, sample.worker_id)
     sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0

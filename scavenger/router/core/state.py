@@ -35,6 +35,7 @@ from scavenger.protocol.messages import (
 from scavenger.protocol.worker.events import NOT_SPECULATED, Speculated
 from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHash
 from scavenger.router.core.row_budget import Budget
+from scavenger.router.core.siblings import SiblingBacklog
 from scavenger.router.core.transitions import (
     EPISODE_TRANSITIONS,
     MEMORY_TRANSITIONS,
@@ -309,6 +310,7 @@ class Group:
     orphaned: bool = False
     unfinished: int = 0
     turn: Turn | None = None  # what it is of an episode; None: of a step
+    holders: dict[int, int] = field(default_factory=dict)  # worker -> leases of the group that it holds
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
@@ -811,6 +813,7 @@ class Worker:
     engine: EngineMetrics = field(default_factory=EngineMetrics)
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     departure: Departure = field(default_factory=Departure)
+    backlog: SiblingBacklog = field(default_factory=SiblingBacklog)  # of tokens for drafts: see `siblings`
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
 
@@ -868,6 +871,7 @@ class RouterLimits:
     disagreement: str = "set-aside"  # "set-aside" | "report" | "off"
     agreement: AgreementRules = DEFAULT_RULES
     max_nodes_per_engine: int = 1
+    sibling_bytes_per_s: float = 0.0  # to each engine, for its drafts (`siblings`); 0: none are sent
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
@@ -887,4 +891,5 @@ class RouterLimits:
             router.disagreement,
             AgreementRules(samples=router.disagreement_samples, ratio=router.disagreement_ratio),
             config.harvest.max_nodes_per_engine,
+            router.sibling_bytes_per_s,
         )

@@ -13,7 +13,7 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import NewPolicy, Standard
-from scavenger.protocol.messages import Assign, GroupDone, Message, TurnTokens
+from scavenger.protocol.messages import Assign, GroupDone, Message, SiblingTokens, TurnTokens
 from scavenger.router.core.events import (
     CondemnedEngine,
     Fill,
@@ -167,6 +167,11 @@ class Core:
         """As `send_durable`, with the first `lengths[i]` tokens of the i-th sample, which are durable by then."""
         if conn is not None:
             self._event_actions.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
+
+    def send_siblings(self, conn: int, message: SiblingTokens) -> None:
+        """Send tokens for drafts, behind the leases that were granted before: their worker drops what no lease of it asks for."""
+        ends = tuple(piece.offset + piece.count for piece in message.pieces)
+        self._event_actions.append(Fill(conn, message, ends))
 
     def send_tokens(self, conn: int, message: TurnTokens, length: int) -> None:
         """Send tokens of a turn that are durable already, up to the sample's first `length`. Its end goes with the event's commit."""

@@ -34,6 +34,7 @@ from scavenger.protocol.messages import (
     Chunks,
     GroupDone,
     Message,
+    SiblingTokens,
     SubmitGroups,
     ToDaemon,
     TurnTokens,
@@ -54,6 +55,7 @@ from scavenger.router.core.payloads import (
     PayloadStore,
     fill_group,
     fill_leases,
+    fill_siblings,
     fill_tokens,
     missing,
     needed,
@@ -165,6 +167,8 @@ class PayloadPipeline:
             return True
         if isinstance(message, Assign) and len(message.leases) < len(action.lengths):
             self.counters["leases_outdated"] += len(action.lengths) - len(message.leases)
+        if isinstance(message, SiblingTokens):
+            self.counters["sibling_bytes_sent"] += len(message.tokens)
         return self._send(action.conn, message) or not isinstance(message, GroupDone)
 
 
@@ -277,12 +281,14 @@ def lacking_message(core: Core, store: PayloadStore, action: Fill) -> dict[int, 
 def filled(store: PayloadStore, action: Fill) -> Message | None:
     """The message with its tokens, which are in memory, and without the leases of samples that were forgotten before.
 
-    None when nothing is left of it; of a group all is needed, and of a turn's tokens those from its offset on.
+    None when nothing is left of it; of a group all is needed, of a turn's tokens those from its offset on, of siblings' what is there.
     """
     message, lengths = action.message, action.lengths
     if isinstance(message, Assign):
         leases = fill_leases(message, lengths, store)
         return Assign(tuple(leases)) if leases else None
+    if isinstance(message, SiblingTokens):
+        return fill_siblings(message, lengths, store)
     if missing(message, lengths, store):
         return None
     if isinstance(message, TurnTokens):

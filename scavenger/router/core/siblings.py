@@ -1,0 +1,168 @@
+"""Which engine is sent which of its samples' siblings' tokens, for drafts (`engine.speculation = "group"`). Pure.
+
+    a chunk of a group's sample     --note-->  backlog of each other engine with a live sample of the group
+    a first lease of the group      --note-->  that engine's backlog: all that the group's other samples have
+    CoreTick                        --take-->  SiblingTokens, no more than the engine's credit
+
+A draft is a guess that its engine verifies, so anything here may be lost. Nothing is kept over a restart: what leases the engines hold
+is known again then, and what is accepted from then on is sent. Tokens are counted as they are packed, 4 bytes each, before
+`squeeze_tokens`. A backlog holds what `BACKLOG_S` seconds may carry, and drops what came first. An engine of which nothing was heard for
+two heartbeats is sent nothing: its queue would fill with drafts.
+
+Owns `Worker.backlog` and `Group.holders`. Knows lengths and no token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scavenger.protocol.messages import MAX_SIBLING_PIECES, MAX_SIBLING_TOKENS, SiblingPiece, SiblingTokens
+
+if TYPE_CHECKING:
+    from scavenger.router.core.state import Group, Sample, Worker
+    from scavenger.router.core.tables import Core
+
+TOKEN_NBYTES = 4
+#: Seconds of an engine's bytes that may wait for it, and that it may be sent at once after a pause.
+BACKLOG_S = 4.0
+BURST_S = 1.0
+
+
+@dataclass(slots=True)
+class SiblingBacklog:
+    """Of one engine: sample -> the tokens [start, end) of it that are to be sent, those first that came first. `credit`: bytes."""
+
+    ranges: OrderedDict[int, tuple[int, int]] = field(default_factory=OrderedDict)
+    tokens: int = 0  # of all ranges
+    credit: float = 0.0
+    credited_at: float = 0.0  # Unix seconds
+
+    def note(self, sample_id: int, start: int, end: int, most: int) -> int:
+        """The sample's tokens from `start` up to `end` are to be sent too. Returns how many had to be dropped to keep to `most`."""
+        known = self.ranges.get(sample_id)
+        if known is not None:
+            # One range a sample. What lies between two was sent before or dropped: sent again it changes nothing.
+            self.tokens -= known[1] - known[0]
+            start, end = min(start, known[0]), max(end, known[1])
+        self.ranges[sample_id] = (start, end)
+        self.tokens += end - start
+        return self._drop(self.tokens - most)
+
+    def forget(self, sample_id: int) -> None:
+        start, end = self.ranges.pop(sample_id, (0, 0))
+        self.tokens -= end - start
+
+    def _drop(self, excess: int) -> int:
+        dropped = 0
+        while dropped < excess:
+            sample_id, (start, end) = next(iter(self.ranges.items()))
+            cut = min(end - start, excess - dropped)
+            dropped += cut
+            self.tokens -= cut
+            if start + cut < end:
+                self.ranges[sample_id] = (start + cut, end)
+            else:
+                del self.ranges[sample_id]
+        return dropped
+
+    def earn(self, bytes_per_s: float, now: float) -> int:
+        """Tokens that may be sent now."""
+        earned = (now - self.credited_at) * bytes_per_s
+        self.credit = min(self.credit + max(0.0, earned), BURST_S * bytes_per_s)
+        self.credited_at = now
+        return int(self.credit / TOKEN_NBYTES)
+
+
+def lease_began(core: Core, sample: Sample, worker: Worker) -> None:
+    """The worker holds a lease of the sample. It gets the sample's own tokens with it, and those of all its siblings from here."""
+    group = sample.group
+    live = group.holders.get(worker.id, 0)
+    group.holders[worker.id] = live + 1
+    if not _sends(core, group):
+        return
+    worker.backlog.forget(sample.id)
+    if not live:
+        for other in group.samples:
+            if other.accepted and other.worker_id != worker.id:
+                _note(core, worker, other, 0)
+
+
+def lease_restored(sample: Sample) -> None:
+    """A worker held it before this daemon began: what siblings had by then is in the ledger, and not worth reading it."""
+    holders = sample.group.holders
+    holders[sample.worker_id] = holders.get(sample.worker_id, 0) + 1
+
+
+def lease_ended(sample: Sample, worker_id: int) -> None:
+    """The worker holds it no more."""
+    holders = sample.group.holders
+    left = holders[worker_id] - 1
+    if left:
+        holders[worker_id] = left
+    else:
+        del holders[worker_id]
+
+
+def grew(core: Core, sample: Sample, start: int) -> None:
+    """The sample has tokens from `start` on that it did not have before, from the worker that holds it."""
+    holders = sample.group.holders
+    if len(holders) > 1 and _sends(core, sample.group):
+        for worker_id in holders:
+            worker = core.workers.get(worker_id)
+            if worker is not None and worker_id != sample.worker_id:
+                _note(core, worker, sample, start)
+
+
+def send_due(core: Core, workers: Iterable[Worker]) -> None:
+    """Send each worker what its credit allows."""
+    for worker in workers:
+        backlog = worker.backlog
+        if not backlog.ranges or worker.conn is None or worker.suspect:
+            continue
+        if core.now - worker.last_seen > 2 * core.limits.heartbeat_s:
+            continue
+        left = backlog.earn(core.limits.sibling_bytes_per_s, core.now)
+        while left > 0 and backlog.ranges:
+            pieces = _take(core, worker, min(left, MAX_SIBLING_TOKENS))
+            if not pieces:
+                break
+            count = sum(piece.count for piece in pieces)
+            left -= count
+            backlog.credit -= TOKEN_NBYTES * count
+            core.count("sibling_tokens_sent", count)
+            core.send_siblings(worker.conn, SiblingTokens(pieces))
+
+
+def _sends(core: Core, group: Group) -> bool:
+    return group.run.engine.speculation != "none" and core.limits.sibling_bytes_per_s > 0
+
+
+def _note(core: Core, worker: Worker, sample: Sample, start: int) -> None:
+    most = int(BACKLOG_S * core.limits.sibling_bytes_per_s / TOKEN_NBYTES)
+    if dropped := worker.backlog.note(sample.id, start, sample.accepted, most):
+        core.count("sibling_tokens_dropped", dropped)
+
+
+def _take(core: Core, worker: Worker, most: int) -> tuple[SiblingPiece, ...]:
+    """Pieces of at most so many tokens, off the backlog. What no live sample of the worker's asks for any more is forgotten."""
+    backlog = worker.backlog
+    found: list[SiblingPiece] = []
+    while backlog.ranges and most > 0 and len(found) < MAX_SIBLING_PIECES:
+        sample_id, (start, end) = next(iter(backlog.ranges.items()))
+        sample = core.samples.get(sample_id)
+        backlog.forget(sample_id)
+        if sample is None or worker.id not in sample.group.holders or sample.worker_id == worker.id:
+            continue
+        cut = min(end, sample.accepted, start + most)
+        if cut <= start:
+            continue
+        found.append(SiblingPiece(sample_id, sample.key, start, cut - start))
+        most -= cut - start
+        if cut < end:  # the rest goes first in the next message
+            backlog.ranges[sample_id] = (cut, end)
+            backlog.ranges.move_to_end(sample_id, last=False)
+            backlog.tokens += end - cut
+    return tuple(found)
