@@ -243,6 +243,9 @@ class Coverage:
         self.events: Counter[tuple[str, str]] = Counter()  # a worker's status before and after one event
         self.phases: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[tuple[str, str]] = Counter()
+        self.siblings: Counter[str] = (
+            Counter()
+        )  # tokens told, drafted and accepted; messages that were forged, by kind
         self.schedules = 0
         self.trained_beside = self.ended_late = (
             0  # ops at which a trainer trained beside sleepers; engines ended for their silence
@@ -252,6 +255,7 @@ class Coverage:
     def add(self, other: Coverage) -> None:
         for mine, theirs in zip(self.tables(), other.tables(), strict=True):
             mine.update(theirs)
+        self.siblings.update(other.siblings)
         self.schedules += other.schedules
         self.trained_beside += other.trained_beside
         self.ended_late += other.ended_late
@@ -270,6 +274,7 @@ class Coverage:
         lines.append(
             f"faults: {len(self.faults)} pairs of fault and state, {demanded} demanded, missing {faults_missing(self)}"
         )
+        lines.append(f"siblings' tokens: {dict(self.siblings)}")
         for kind in sorted({kind for kind, _ in self.faults}):
             met = [f"{state} {n:,}" for (name, state), n in sorted(self.faults.items()) if name == kind]
             lines.append(f"  {kind}: {', '.join(met)}")

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
-from scavenger.protocol.messages import Chunk, Chunks, pack_logprobs, pack_tokens
+from rollout.engines.speculation.groups import Groups, group_of
+from scavenger.protocol.messages import Chunk, Chunks, SiblingTokens, pack_logprobs, pack_tokens
 from scavenger.protocol.worker import events as ev
 from scavenger.protocol.worker.events import (
     Delta,
@@ -21,6 +22,7 @@ from scavenger.protocol.worker.events import (
     WorkerPhase,
 )
 from scavenger.protocol.worker.session import Session
+from tests.router import drafts
 from tests.router.links import Link
 
 MAX_TOKENS = 8
@@ -86,6 +88,10 @@ class SimWorker:
         self.link: Link | None = None
         self.todo: deque[WorkerAction] = deque([ev.Connect(0.0)])
         self.requests: dict[int, tuple[int, int]] = {}  # handle -> (sample, length)
+        self.groups = Groups()
+        self.hears = False  # it was told what siblings said elsewhere: from then on it drafts
+        self.told: deque[SiblingTokens] = deque(maxlen=12)  # what its daemon sent it for that
+        self.drafted = self.accepted = 0
         self.stopped = False
         self.left: ev.EndWorker | None = None
         self.built = False
@@ -114,18 +120,25 @@ class SimWorker:
                 self._add(request)
             case ev.Abort(handles=handles):
                 for handle in handles:
-                    self.requests.pop(handle, None)
+                    self._end(handle)
+            case ev.HearSiblings(said=said, over=over):
+                self.hears = True
+                for one in said:
+                    name = group_of(one.group.key, one.group.prompt)
+                    self.groups.hear(name, one.group.prompt, one.index, one.offset, one.token_ids)
+                for group in over:
+                    self.groups.drop(group_of(group.key, group.prompt))
             case ev.Connect():
                 if self.link is not None:
                     self.link.old, self.link = True, None
                 self.todo = deque([action, *(a for a in self.todo if not isinstance(a, ev.Connect))])
             case ev.LoadWeights():
-                self.requests.clear()
+                self._end(*self.requests)
                 self.todo = deque([*(a for a in self.todo if not isinstance(a, ev.LoadWeights)), action])
             case ev.Build():
                 self.built = True
             case ev.SleepEngine():
-                self.requests.clear()
+                self._end(*self.requests)
                 self.todo.append(action)
             case ev.WakeEngine():
                 self.todo.append(action)
@@ -147,20 +160,39 @@ class SimWorker:
             f"sample {sample_id}: the budget changed with the lease (I5)"
         )
         self.requests[request.handle] = (sample_id, base)
+        name = group_of(request.key, request.prompt)
+        self.groups.enter(request.handle, name, request.key.index, request.prompt, request.accepted)
+
+    def _end(self, *handles: int) -> None:
+        for handle in handles:
+            self.requests.pop(handle, None)
+            self.groups.leave(handle)
+
+    def _pass(self, handle: int, left: tuple[int, ...]) -> tuple[int, ...]:
+        """What one pass makes of a request of which `left` is left to say."""
+        draft = self.groups.draft(handle, min(drafts.MAX_DRAFT, len(left) - 1)).tokens if self.hears else ()
+        made = drafts.verified(draft, left)
+        self.drafted += len(draft)
+        self.accepted += len(made) - 1
+        self.groups.extend(handle, made)
+        return made
 
     def generate(self, tokens: int) -> None:
-        """The engine yields up to `tokens` new tokens of every request."""
+        """The engine makes `tokens` passes: each yields a new token of every request, and those of its draft that were right."""
         if not self.requests or not self.session.may_generate:
             return
         deltas = []
         for handle, (sample_id, length) in list(self.requests.items()):
-            end = min(length + tokens, goal(sample_id))
-            new = answer(sample_id)[length:end]
+            new: tuple[int, ...] = ()
+            for _ in range(tokens):
+                if left := answer(sample_id)[length + len(new) :]:
+                    new += self._pass(handle, left)
+            end = length + len(new)
             finish = finish_at(sample_id, end)
             if finish is None:
                 self.requests[handle] = (sample_id, end)
             else:
-                del self.requests[handle]
+                self._end(handle)
             deltas.append(
                 Delta(handle, new, tuple(-0.5 - t for t in new), tuple(-0.25 - t for t in new), finish)
             )
@@ -171,7 +203,7 @@ class SimWorker:
         """The engine gives one request up."""
         if self.requests:
             handle = min(self.requests)
-            del self.requests[handle]
+            self._end(handle)
             self.feed(ev.Generated((Delta(handle, (), (), (), error="NaN logprobs"),)))
 
 

@@ -17,6 +17,7 @@ from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
+from tests.router import drafts
 from tests.router.harness import chunk_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -311,6 +312,11 @@ def blamed_on_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agreement_policy.SpanWindow, "add", shifted)
 
 
+def draft_accepted_unverified(patch: pytest.MonkeyPatch) -> None:
+    """An engine believes what siblings said."""
+    patch.setattr(drafts, "accepts", lambda _drafted, _drawn: True)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
@@ -364,6 +370,7 @@ PLANTS: dict[str, Planted] = {
         Planted(woken_without_the_trainer, "trains beside an engine that is awake", (148, 511)),
         Planted(set_aside_and_kept, "was set aside and is"),
         Planted(blamed_on_another, "was set aside and is healthy"),
+        Planted(draft_accepted_unverified, "others. tokens were accepted", (40, 82, 89)),
         Planted(delivered_in_half, "delivered with other tokens than the ledger"),
     )
 }

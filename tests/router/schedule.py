@@ -9,10 +9,14 @@ from __future__ import annotations
 import random
 
 from tests.router.coverage import Coverage
+from tests.router.drafts import BYTES_PER_S, FORGED
 from tests.router.draw import draw, opening
 from tests.router.memory_ledger import Ledger
 from tests.router.site import Op
 from tests.router.world import World
+
+#: Drafts that are wrong, late or another group's, by op, in schedules that have any.
+DRAFTS = 0.15
 
 
 class Failed(AssertionError):
@@ -31,12 +35,20 @@ def run(
     cover = cover or Coverage()
     world = World(cover, ledger, ahead, switch=seed % 3 > 0, kv="keep" if ahead and seed % 2 else "recompute")
     alone = seed % 4 == 3
+    # Numbers of their own: what is drawn besides is the same with drafts and without.
+    drafts = random.Random(-seed) if seed % 7 == 5 else None
     with cover.watching():
         try:
             begin, trouble = opening(rng), rng.choice((0.04, 0.08, 0.12, 0.2))
+            if drafts is not None:
+                world.apply(["speculate", BYTES_PER_S])
             for number in range(ops):
                 world.apply(begin[number] if number < len(begin) else draw(world, rng, trouble))
+                if drafts is not None and world.workers and drafts.random() < DRAFTS:
+                    world.apply(["draft", drafts.choice(list(world.workers)), drafts.choice(list(FORGED))])
             world.make_calm(alone)
+            for worker in world.workers.values():
+                world.note_drafts(worker)
         except Exception as error:
             raise Failed(seed, world.log, alone, error) from error
     cover.schedules += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from scavenger.policy.agreement import AgreementRules
@@ -16,6 +17,7 @@ from scavenger.protocol.messages import (
     OpenRun,
     Reply,
     Revoke,
+    SiblingTokens,
     Sleep,
     UseWeights,
     Wake,
@@ -56,7 +58,7 @@ class Daemon(Bench):
     """A daemon of the world: sends into its links, and is watched. A stalled one that was superseded commits nothing any more."""
 
     def __init__(self, world: Site, generation: int) -> None:
-        super().__init__(auto=False, limits=LIMITS)
+        super().__init__(auto=False, limits=world.limits)
         self.world, self.ledger, self.generation = world, world.truth.ledger, generation
         self.watch = Watch(world.truth)
         self.answers: list[int] = []
@@ -86,6 +88,8 @@ class Daemon(Bench):
                     link = self.world.links.get(conn)
                     if link is not None and not link.old:
                         link.down.append(message)
+                        if isinstance(message, SiblingTokens):
+                            self.world.note_told(link, message)
                 case Write():
                     self.writes.append(action)
                 case ReadHistory():
@@ -154,6 +158,7 @@ class Site:
     ) -> None:
         self.cover = cover or Coverage()
         self.truth = Truth(ledger or Ledger(), ahead)
+        self.limits = LIMITS
         self.ahead, self.on_new_version = ahead, "switch" if switch else "finish"
         self.kv = kv if switch else "recompute"
         self.links: dict[int, Link] = {}
@@ -173,6 +178,19 @@ class Site:
         self.log.append(op)
         name, *args = op
         getattr(self, f"on_{name}")(*args)
+
+    def on_speculate(self, bytes_per_s: float) -> None:
+        """From now on engines are sent their samples' siblings' tokens."""
+        self.limits = replace(self.limits, sibling_bytes_per_s=bytes_per_s)
+        for daemon in (self.daemon, self.ghost):
+            if daemon is not None:
+                daemon.limits = daemon.router.core.limits = self.limits
+
+    def note_told(self, link: Link, message: SiblingTokens) -> None:
+        self.cover.siblings["told"] += sum(piece.count for piece in message.pieces)
+        for worker in self.workers.values():
+            if worker.link is link:
+                worker.told.append(message)
 
     # ---- connections
 

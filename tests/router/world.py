@@ -13,7 +13,8 @@ from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity
 from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
-from tests.router.engines import LIES, SimWorker, forged
+from tests.router.drafts import FORGED, Truths
+from tests.router.engines import LIES, SimWorker, answer, forged
 from tests.router.harness import OWNER
 from tests.router.site import POISON, Op, Site
 from tests.router.trainers import Campaign, SimTrainer
@@ -129,6 +130,7 @@ class World(Site):
         """A worker that left is over; what it sent last may still arrive."""
         if worker.left is not None and worker.name in self.workers:
             del self.workers[worker.name]
+            self.note_drafts(worker)
             if worker.link is not None:
                 worker.link.old = True
 
@@ -199,6 +201,20 @@ class World(Site):
         self.daemon.handle(checked(worker.link.conn, Chunks((chunk,))))
         after = {i: s.accepted for i, s in core.samples.items()}
         assert after == before, f"sample {sample.id}: a chunk with {LIES[kind]} was accepted (I1, I4, I5)"
+
+    def on_draft(self, name: int, kind: str) -> None:
+        """Siblings' tokens reach a worker that are wrong, late or another group's: no token may change (`Truth.committed`)."""
+        worker = self.workers.get(name)
+        if worker is None or worker.link is None or not worker.requests:
+            return
+        held = worker.session.work.leases.of_handle(min(worker.requests))
+        assert held is not None
+        mine, another = answer(held.lease.sample_id), answer(held.lease.sample_id + 57)
+        truths = Truths(held.lease, mine, another, tuple(worker.told))
+        message = FORGED[kind](truths)
+        if message is not None:
+            self.cover.siblings[kind] += 1
+            worker.link.down.append(message)
 
     def on_gone(self, intent: str, incarnation: int, reason: str, crashed: bool) -> None:
         """The scheduler says that a job's incarnation is over: soon, late, or while its process still runs."""
@@ -360,6 +376,10 @@ class World(Site):
         """Nothing goes wrong for some moments: everybody works."""
         for _ in range(moments):
             self._calm_moment(1, 0.25)
+
+    def note_drafts(self, worker: SimWorker) -> None:
+        self.cover.siblings["drafted"] += worker.drafted
+        self.cover.siblings["accepted"] += worker.accepted
 
     # ---- the end
 
