@@ -494,7 +494,9 @@ class Daemon:
         for run in server.router.core.runs.values():
             found = run.speculated
             if found.verifications and not run.ended:
-                yield status.Speculation(run.name, found.drafted, found.accepted, found.verifications)
+                yield status.Speculation(
+                    run.name, found.drafted, found.accepted, found.verifications, run.siblings_sent
+                )
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 

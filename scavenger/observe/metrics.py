@@ -43,6 +43,7 @@ class RunReading:
     trainer_seen: float
     weights_pause_s: float = 0.0
     speculated: Speculated = NOT_SPECULATED
+    siblings_sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,9 @@ METRICS = (
     Metric("drafted_tokens", "counter", "Tokens that engines drafted from siblings and verified", ("run",)),
     Metric("accepted_drafts", "counter", "Of those, the tokens that were accepted", ("run",)),
     Metric("verifications", "counter", "Passes of one sample in which a draft was verified", ("run",)),
+    Metric(
+        "sibling_tokens", "counter", "Siblings' tokens that were sent from engine to engine for drafts", ("run",)
+    ),
     Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
     Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind",)),
     Metric("decisions", "counter", "What the harvester decided, by action", ("action",)),
@@ -224,6 +228,7 @@ def _runs(f: StatusMetrics) -> Iterator[Sample]:
         yield "drafted_tokens", one, run.speculated.drafted
         yield "accepted_drafts", one, run.speculated.accepted
         yield "verifications", one, run.speculated.verifications
+        yield "sibling_tokens", one, run.siblings_sent
         yield "run_step", one, run.step
         yield (
             "run_progress_timestamp_seconds",

@@ -81,4 +81,5 @@ def _run(run: ActiveRun, wanted: int) -> RunReading:
         run.trainer.seen_at,
         max(worker_counts.pauses(run), default=0.0),
         run.speculated,
+        run.siblings_sent,
     )

@@ -169,12 +169,14 @@ class WeightsPause(msgspec.Struct, frozen=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """What a run's engines drafted from siblings since the daemon began; as in `Speculated`."""
+    """What a run's engines drafted from siblings since the daemon began; as in `Speculated`. `sent`: siblings' tokens from other engines
+    that they were sent for it."""
 
     run: str
     drafted: int
     accepted: int
     verifications: int
+    sent: int = 0
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -402,7 +404,7 @@ def speculates(found: Speculation) -> str:
     mean = 1 + found.accepted / max(found.verifications, 1)
     return (
         f"drafts    run {found.run}: {found.accepted:,} of {found.drafted:,} tokens accepted in {found.verifications:,} verifications, "
-        f"{mean:.2f} tokens each"
+        f"{mean:.2f} tokens each; {found.sent:,} siblings' tokens sent between engines"
     )
 
 

@@ -463,8 +463,9 @@ def test_the_time_that_engines_made_nothing_at_a_change_of_version_is_shown() ->
 
 
 def test_what_engines_drafted_is_shown() -> None:
-    drafts = (status.Speculation("r", 12_000, 9_000, 4_500),)
+    drafts = (status.Speculation("r", 12_000, 9_000, 4_500, 700),)
     found = status.lines(msgspec.structs.replace(SEEN, speculation=drafts), 1001.0)
     assert (
-        "drafts    run r: 9,000 of 12,000 tokens accepted in 4,500 verifications, 3.00 tokens each" in found
+        "drafts    run r: 9,000 of 12,000 tokens accepted in 4,500 verifications, 3.00 tokens each; 700 "
+        "siblings' tokens sent between engines" in found
     )

@@ -114,15 +114,18 @@ def test_drafts_from_siblings_change_nothing(
             site,
             small_model,
             run={"steps": 80, "harvest": False},
-            engine={"max_batch": 16, "pace": 20.0, "speculation": "group"},
+            engine={"max_batch": 4, "pace": 20.0, "speculation": "group"},
         )
         training = play.submit(site, run)
         play.wait_for("two steps", lambda: play.steps_done(site) >= 2)
-        play.wait_for("accepted drafts in the daemon's status", lambda: _accepted(site) > 0)
+        play.wait_for("accepted drafts in the daemon's status", lambda: _drafts(site)[0] > 0)
+        play.wait_for("siblings' tokens sent from engine to engine", lambda: _drafts(site)[1] > 0)
         done = play.cut_short(site, training)
         found = play.result(site).until(done)
     assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
 
-def _accepted(site: DemoSite) -> int:
-    return sum(one.accepted for one in status.read(site.state_dir).speculation)
+def _drafts(site: DemoSite) -> tuple[int, int]:
+    """Drafted tokens that were accepted, and siblings' tokens that were sent for drafts."""
+    found = status.read(site.state_dir).speculation
+    return sum(one.accepted for one in found), sum(one.sent for one in found)

@@ -132,7 +132,7 @@ def send_due(core: Core, workers: Iterable[Worker]) -> None:
             count = sum(piece.count for piece in pieces)
             left -= count
             backlog.credit -= TOKEN_NBYTES * count
-            core.count("sibling_tokens_sent", count)
+            worker.run.siblings_sent += count
             core.send_siblings(worker.conn, SiblingTokens(pieces))
 
 

@@ -667,6 +667,7 @@ class ActiveRun:
     weights: PublishedWeights = field(default_factory=PublishedWeights)
     progress: StepProgress = field(default_factory=StepProgress)
     speculated: Speculated = NOT_SPECULATED  # by all its engines since this daemon began, by their word
+    siblings_sent: int = 0  # siblings' tokens sent to engines for drafts, since this daemon began
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
     #: The same key -> the next retry's number, where a group was superseded.
