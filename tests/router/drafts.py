@@ -62,8 +62,9 @@ def _right(truths: Truths) -> SiblingTokens:
 
 def _wrong(truths: Truths) -> SiblingTokens:
     """Right up to its middle, so that it is drafted from; then it is not."""
-    half = (len(truths.answer) + 1) // 2
-    return _told(_sibling(truths), 0, [*truths.answer[:half], *(90 + token % 7 for token in truths.answer)])
+    half, most = (len(truths.answer) + 1) // 2, max(2, *truths.answer)
+    wrong = [1 + (token + place) % most for place, token in enumerate(truths.answer)]
+    return _told(_sibling(truths), 0, [*truths.answer[:half], *wrong])
 
 
 def _late(truths: Truths) -> SiblingTokens | None:

@@ -180,11 +180,10 @@ class Site:
         getattr(self, f"on_{name}")(*args)
 
     def on_speculate(self, bytes_per_s: float) -> None:
-        """From now on engines are sent their samples' siblings' tokens."""
+        """Daemons that begin from now on send engines their samples' siblings' tokens; so does the first, if nothing happened yet."""
         self.limits = replace(self.limits, sibling_bytes_per_s=bytes_per_s)
-        for daemon in (self.daemon, self.ghost):
-            if daemon is not None:
-                daemon.limits = daemon.router.core.limits = self.limits
+        if not self.events:
+            self.daemon = Daemon(self, self.daemon.generation)
 
     def note_told(self, link: Link, message: SiblingTokens) -> None:
         self.cover.siblings["told"] += sum(piece.count for piece in message.pieces)
