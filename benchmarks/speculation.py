@@ -1,6 +1,7 @@
 """What are siblings worth as drafts: tokens a verification by their number, and tokens a second with and without.
 
     python benchmarks/speculation.py [--tasks sort,text] [--rounds 7] [--out speculation-out]
+    python benchmarks/speculation.py --spread --groups 24                                     # groups over two engines
     python benchmarks/speculation.py --train-steps 5 --groups 2 --samples 4 --rounds 1        # does it run?
 
 Two small models are trained here, in a minute or two each on one core (0.8 M parameters, as the demo's):
@@ -17,7 +18,12 @@ for ours.
 *Throughput* is the reference engine's, of whole groups that start together, siblings known only as far as they are: `none` and `group` in
 turns within one run, tokens a second of CPU (one thread: other processes may share the machine), median and range of the rounds, and of
 each round's ratio. The last column is what the engine's own
-length policy chose to verify. Writes <out>/speculation.json.
+length policy chose to verify.
+
+`--spread` plays the same completions on engines that have a group's samples between them, with the siblings' tokens that the daemon
+sends and without, in virtual time (`speculation_spread`), instead of the throughput. `two engines`: a group's samples are on both.
+`taken`: half of a group is complete when its engine is preempted, and the fresh engine that takes the rest is counted.
+Writes <out>/speculation.json.
 """
 
 from __future__ import annotations
@@ -43,9 +49,11 @@ from msgspec.structs import replace  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from benchmarks.speculation_spread import Found, Spread, SpreadRun  # noqa: E402
 from rollout.engines.base import Engine, EngineHost  # noqa: E402
 from rollout.engines.reference import build  # noqa: E402
 from rollout.engines.speculation.groups import Groups  # noqa: E402
+from scavenger.config.site import RouterSection  # noqa: E402
 from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling  # noqa: E402
 from scavenger.protocol.worker.events import Request  # noqa: E402
 from scavenger.weights import manifest as manifests  # noqa: E402
@@ -57,6 +65,15 @@ SIBLINGS = (0, 1, 3, 7, 15)
 DIGITS = 20
 SORT_ALPHABET = "0123456789<>=."
 BATCH, LEARNING_RATE = 64, 3e-3
+#: Bytes a second to each engine, as the daemon sends them where nothing else is configured.
+SENT = float(RouterSection().sibling_bytes_per_s)
+#: Name, samples that an engine takes at once, whether it is preempted.
+SPREADS = (
+    ("two engines of 1 slot", 1, False),
+    ("two engines of 4 slots", 4, False),
+    ("two engines of 8 slots", 8, False),
+    ("taken, 4 slots", 4, True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +255,56 @@ def acceptance(
     return found
 
 
+def spread_over_engines(
+    task: Task, requests: Sequence[Request], made: dict[int, tuple[int, ...]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Tokens a verification with siblings' tokens from other engines over those without, a ratio each `--round-groups` groups."""
+    a_round = options.round_groups * options.samples
+    rounds = [requests[at : at + a_round] for at in range(0, len(requests) - a_round + 1, a_round)]
+    found = []
+    for pass_s in options.pass_s:
+        for name, slots, taken in SPREADS:
+
+            def play(
+                part: Sequence[Request], engines: int, slots: int, rate: float, taken: int, pass_s: float
+            ) -> Found:
+                prompts = [part[at].prompt for at in range(0, len(part), options.samples)]
+                said = {divmod(at, options.samples): made[one.handle] for at, one in enumerate(part)}
+                how = Spread(engines, slots, pass_s, options.draft, rate, taken)
+                return SpreadRun(prompts, said, task.stops, task.completion, how).play()
+
+            means: dict[str, list[float]] = {"without": [], "with": [], "all on one": []}
+            bytes_a_token = []
+            for part in rounds:
+                # A preempted engine has one group: its end is the moment that is looked at.
+                parts = [part[at : at + options.samples] for at in range(0, len(part), options.samples)]
+                for setting, rate in (("without", 0.0), ("with", SENT), ("all on one", 0.0)):
+                    if taken and setting == "all on one":
+                        continue
+                    engines, room = (1, 2 * slots) if setting == "all on one" else (1 if taken else 2, slots)
+                    all_of_it = [
+                        play(one, engines, room, rate, taken and options.samples // 2, pass_s)
+                        for one in (parts if taken else [part])
+                    ]
+                    tokens, passes = (
+                        sum(one.tokens for one in all_of_it),
+                        sum(one.passes for one in all_of_it),
+                    )
+                    means[setting].append(tokens / max(passes, 1))
+                    if setting == "with":
+                        bytes_a_token.append(sum(one.nbytes for one in all_of_it) / max(tokens, 1))
+            ratios = [b / a for a, b in zip(means["without"], means["with"], strict=True)]
+            print(
+                f"  {name:24} {1 / pass_s:5.1f} passes a second: without {spread(means['without'], 2)}, with {spread(means['with'], 2)}, "
+                f"all on one {spread(means['all on one'], 2) if means['all on one'] else '-'}; "
+                f"ratio {spread(ratios, 3)}; {spread(bytes_a_token, 2)} bytes sent a token"
+            )
+            found.append(
+                {"setting": name, "pass_s": pass_s, **means, "ratio": ratios, "bytes_a_token": bytes_a_token}
+            )
+    return found
+
+
 async def throughput(
     task: Task, text: str, model: Any, batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -294,6 +361,11 @@ async def play(name: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     for n, mean in found.items():
         print(f"  {n:2} siblings: {mean:.2f}")
+    if options.spread:
+        print(
+            "tokens a verification of groups that are spread, with siblings' tokens from other engines and without"
+        )
+        return {"task": name, "loss": loss, "spread": spread_over_engines(task, requests, made, options)}
     rates = []
     print(
         "tokens a second of CPU                none              group             group / none       tokens a verification"
@@ -328,6 +400,14 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=1,
         help="groups of eight for each eight slots, in each round of the throughput",
+    )
+    parser.add_argument("--spread", action="store_true", help="groups over several engines, no throughput")
+    parser.add_argument("--round-groups", type=int, default=4, help="groups of one round of --spread")
+    parser.add_argument(
+        "--pass-s",
+        type=lambda text: [float(part) for part in text.split(",")],
+        default=[1 / 30, 0.3],
+        help="seconds of a pass in --spread",
     )
     parser.add_argument("--out", type=Path, default=Path("speculation-out"))
     options = parser.parse_args(argv)

@@ -152,7 +152,10 @@ METRICS = (
     Metric("accepted_drafts", "counter", "Of those, the tokens that were accepted", ("run",)),
     Metric("verifications", "counter", "Passes of one sample in which a draft was verified", ("run",)),
     Metric(
-        "sibling_tokens", "counter", "Siblings' tokens that were sent from engine to engine for drafts", ("run",)
+        "sibling_tokens",
+        "counter",
+        "Siblings' tokens that were sent from engine to engine for drafts",
+        ("run",),
     ),
     Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
     Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind",)),

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rollout.engines.base import Engine, EngineHost
 from rollout.engines.speculation.groups import Groups, group_of
 from scavenger.protocol.messages import (
+    KEEP_SIBLINGS_S,
     Assign,
     Lease,
     Revoke,
@@ -92,7 +93,7 @@ class OneEngine:
         news = drafts_of(work, sent)
         for lease in given:
             work.revoked(Revoke(((lease.sample_id, lease.epoch),), "played"), 0.0)
-        over = [action for action in work.beat(1, 1.0, 5.0) if isinstance(action, HearSiblings)]
+        over = [action for action in work.beat(1, KEEP_SIBLINGS_S, 5.0) if isinstance(action, HearSiblings)]
         return self._runner.run(self._play(adds, news, over))
 
     async def _play(
@@ -138,7 +139,7 @@ def answers() -> Answers:
 
 
 def told(key: SampleKey, tokens: Sequence[int], offset: int = 0) -> SiblingTokens:
-    return SiblingTokens((SiblingPiece(0, key, offset, len(tokens)),), squeeze_tokens(pack_tokens(tokens)))
+    return SiblingTokens((SiblingPiece.of(0, key, offset, len(tokens)),), squeeze_tokens(pack_tokens(tokens)))
 
 
 def elsewhere(answers: Answers) -> list[SiblingTokens]:
@@ -192,7 +193,7 @@ def _beyond_the_vocabulary(lease: Lease, answers: Answers) -> Sequence[SiblingTo
 
 
 def _more_than_a_message_holds(lease: Lease, answers: Answers) -> Sequence[SiblingTokens]:
-    piece = SiblingPiece(0, replace(lease.key, index=7), 0, 2**31 - 1)
+    piece = SiblingPiece.of(0, replace(lease.key, index=7), 0, 2**31 - 1)
     return [SiblingTokens((piece, piece), squeeze_tokens(pack_tokens(answers[lease.key])))]
 
 
@@ -241,16 +242,17 @@ def test_a_worker_hands_on_what_a_running_sample_asks_for_and_nothing_else() -> 
     assert of_kind(work.siblings(told(SampleKey("train", 3, 1, 7), (5, 6)), 0.0)) == []
 
 
-def test_a_group_is_forgotten_when_its_last_sample_here_is_over() -> None:
+def test_a_group_is_forgotten_a_while_after_its_last_sample_here_is_over() -> None:
     work = at_work()
     work.assign(Assign((*leases(0, (0, 1)), *leases(1, (0,)))), 0.0)
     work.siblings(told(SampleKey("train", 3, 0, 7), (5, 6)), 0.0)
     work.revoked(Revoke(((0, 1),), "moved"), 0.0)
     assert of_kind(work.beat(1, 1.0, 5.0)) == []
     work.revoked(Revoke(((1, 1),), "moved"), 1.0)
-    (gone,) = of_kind(work.beat(2, 2.0, 5.0))
+    assert of_kind(work.beat(2, 2.0, 5.0)) == []
+    (gone,) = of_kind(work.beat(3, 1.0 + KEEP_SIBLINGS_S, 5.0))
     assert [(group.key.prompt, group.prompt) for group in gone.over] == [(0, PROMPTS[0])]
-    assert of_kind(work.beat(3, 3.0, 5.0)) == []
+    assert of_kind(work.beat(4, 90.0, 5.0)) == []
 
 
 def test_what_is_heard_counts_once_and_goes_with_its_group() -> None:

@@ -49,7 +49,7 @@ class Truths(NamedTuple):
 
 
 def _told(key: SampleKey, offset: int, tokens: Sequence[int]) -> SiblingTokens:
-    return SiblingTokens((SiblingPiece(0, key, offset, len(tokens)),), squeeze_tokens(pack_tokens(tokens)))
+    return SiblingTokens((SiblingPiece.of(0, key, offset, len(tokens)),), squeeze_tokens(pack_tokens(tokens)))
 
 
 def _sibling(truths: Truths) -> SampleKey:
@@ -96,7 +96,7 @@ def _negative(truths: Truths) -> SiblingTokens:
 
 
 def _unreadable(truths: Truths) -> SiblingTokens:
-    piece = SiblingPiece(0, _sibling(truths), 0, len(truths.answer))
+    piece = SiblingPiece.of(0, _sibling(truths), 0, len(truths.answer))
     return SiblingTokens((piece,), b"\x78\x01garbage")
 
 

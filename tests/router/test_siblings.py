@@ -7,9 +7,11 @@ import pytest
 
 from scavenger.errors import WireError
 from scavenger.protocol.messages import (
+    KEEP_SIBLINGS_S,
     MAX_SIBLING_TOKENS,
     Goodbye,
     Heartbeat,
+    SampleFailed,
     SiblingTokens,
     WeightsLoaded,
     decode_to_worker,
@@ -133,6 +135,30 @@ def test_the_siblings_of_a_moved_sample_follow_it_those_that_are_finished_too() 
     bench.chunk(W3, moved[0], len(moved[0].accepted) // 4, 2)
     bench.tick(0.25)
     assert told(bench, W3) == []
+
+
+@pytest.mark.parametrize(("away_s", "start"), [(1.0, 7), (KEEP_SIBLINGS_S, 0)])
+def test_an_engine_whose_last_sample_of_a_group_just_left_is_sent_what_it_lacks(
+    away_s: float, start: int
+) -> None:
+    """As when it loads new weights; later it has forgotten, and is sent all."""
+    bench = begun(n=5)
+    first = bench.join(W1)
+    (own,) = bench.join(W2)
+    bench.chunk(W1, first[0], 0, 7)
+    heard(bench, W1, W2)
+    assert told(bench, W2) == [(first[0].sample_id, 0, truth(first[0].sample_id, 0, 7))]
+    bench.chunk(W2, own, 0, 64, "length")
+    bench.chunk(W1, first[0], 7, 2)
+    for _ in range(int(away_s)):
+        heard(bench, W1, W2, seconds=1.0)
+    assert told(bench, W2) == []
+    bench.say(W1, SampleFailed(first[1].sample_id, first[1].epoch, "no memory"))
+    assert [lease.sample_id for lease in bench.leases(W2)] == [first[1].sample_id]
+    heard(bench, W1, W2)
+    found = {sample_id: (at, at + len(tokens)) for sample_id, at, tokens in told(bench, W2)}
+    assert found.pop(own.sample_id, None) == (None if start else (0, 64))
+    assert found == {first[0].sample_id: (start, 9)}
 
 
 def test_tokens_stand_behind_the_lease_that_asks_for_them() -> None:

@@ -33,6 +33,7 @@ from scavenger.protocol.messages.codec import (
 )
 from scavenger.protocol.messages.common import (
     GUEST_INTENT,
+    KEEP_SIBLINGS_S,
     MAX_CALL_SAMPLES,
     MAX_CONFIG_CHARS,
     MAX_GROUP_SAMPLES,
@@ -162,6 +163,7 @@ __all__ = [
     "EPISODE_PATTERN",
     "GATEWAY_BODIES",
     "GUEST_INTENT",
+    "KEEP_SIBLINGS_S",
     "MAX_ANSWER_BYTES",
     "MAX_CALL_SAMPLES",
     "MAX_CONFIG_CHARS",

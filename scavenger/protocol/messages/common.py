@@ -29,6 +29,8 @@ MAX_SPAN_SUMS = 16384
 #: Of one message with siblings' tokens: how many, and of how many samples in a row.
 MAX_SIBLING_TOKENS = 16384
 MAX_SIBLING_PIECES = 1024
+#: Seconds for which a worker keeps what it was told of a group's siblings after its last sample of the group is over.
+KEEP_SIBLINGS_S = 10.0
 #: Stop texts of one sample: they travel with each lease.
 MAX_STOPS = 64
 #: A model's config.json and a run.toml: the daemon keeps both for as long as it knows the run.

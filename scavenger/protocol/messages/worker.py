@@ -86,13 +86,26 @@ class Chunk(MessagePart, frozen=True):
     routing: bytes = b""
 
 
-class SiblingPiece(MessagePart, frozen=True):
-    """So many consecutive tokens of a sample that is generated elsewhere, or was: the token at `offset` is the first."""
+class SiblingPiece(MessagePart, frozen=True, array_like=True):
+    """So many consecutive tokens of a sample that is generated elsewhere, or was: the token at `offset` is the first. An array on the wire:
+    most pieces are of a few tokens."""
 
     sample_id: int
-    key: SampleKey
+    purpose: str  # this and the next three: its `SampleKey`
+    step: int
+    prompt: int
+    index: int
     offset: Count
     count: Positive
+
+    @property
+    def key(self) -> SampleKey:
+        return SampleKey(self.purpose, self.step, self.prompt, self.index)
+
+    @classmethod
+    def of(cls, sample_id: int, key: SampleKey, offset: int, count: int) -> SiblingPiece:
+        """Of the sample with this key."""
+        return cls(sample_id, key.purpose, key.step, key.prompt, key.index, offset, count)
 
 
 # ---------------------------------------------------------------- worker -> daemon

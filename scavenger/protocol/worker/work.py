@@ -338,8 +338,8 @@ class Work:
         self._wanted: messages.UseWeights | None = None  # being pulled or loaded
         self._ahead = -1  # version that was pulled beside the work, or is on its way
         self._serving: dict[int, messages.Serving] = {}  # what is given out to other workers
-        #: Of groups of whose siblings the engine was told, by their key without its index.
-        self._told: dict[tuple[str, int, int], GroupName] = {}
+        #: Of groups of whose siblings the engine was told, by their key without its index; and when a sample of each was last running.
+        self._told: dict[tuple[str, int, int], tuple[GroupName, float]] = {}
         self._waiting: list[messages.Lease] = []  # assigned for the version that is being loaded
         self.memory: messages.Memory = "awake"  # of its GPUs: what the engine does with it
         self.memory_order = 0  # number of the last order to sleep or wake that came
@@ -414,7 +414,7 @@ class Work:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
         beat = SendMessage(self.heartbeat(progress, rate, speculated=speculated))
-        return [*self._forget_groups(), *self.flush(), beat]
+        return [*self._forget_groups(now), *self.flush(), beat]
 
     def heartbeat(
         self,
@@ -623,7 +623,7 @@ class Work:
 
     # ------------------------------------------------------------ siblings elsewhere
 
-    def siblings(self, message: messages.SiblingTokens, _now: float) -> list[WorkerAction]:
+    def siblings(self, message: messages.SiblingTokens, now: float) -> list[WorkerAction]:
         """Drafts for samples that run here; what no running sample asks for is dropped, and what cannot be read."""
         count = sum(piece.count for piece in message.pieces)
         if self.closed or count > messages.MAX_SIBLING_TOKENS:
@@ -641,17 +641,22 @@ class Work:
             if lease is None or min(new) < 0:
                 continue
             group = GroupName(lease.key, _prompt_tokens(lease.prompt))
-            self._told[_group_key(lease.key)] = group
+            self._told[_group_key(lease.key)] = group, now
             said.append(SiblingSaid(group, piece.key.index, piece.offset, new))
         return [HearSiblings(tuple(said))] if said else []
 
-    def _forget_groups(self) -> list[WorkerAction]:
-        """Those whose last sample here is over."""
+    def _forget_groups(self, now: float) -> list[WorkerAction]:
+        """Those whose last sample here is over for a while."""
         if not self._told:
             return []
         running = {_group_key(held.lease.key) for held in self.leases.running()}
-        over = [key for key in self._told if key not in running]
-        return [HearSiblings(over=tuple(self._told.pop(key) for key in over))] if over else []
+        over = []
+        for key, (group, seen_at) in list(self._told.items()):
+            if key in running:
+                self._told[key] = group, now
+            elif now - seen_at >= messages.KEEP_SIBLINGS_S:
+                over.append(self._told.pop(key)[0])
+        return [HearSiblings(over=tuple(over))] if over else []
 
     # ------------------------------------------------------------ weights, sleep
 

@@ -416,7 +416,7 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.due.idle_workers.append(worker)
-    siblings.lease_ended(sample, sample.worker_id)
+    siblings.lease_ended(core, sample, sample.worker_id)
     sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0

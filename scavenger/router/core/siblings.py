@@ -1,13 +1,14 @@
 """Which engine is sent which of its samples' siblings' tokens, for drafts (`engine.speculation = "group"`). Pure.
 
     a chunk of a group's sample     --note-->  backlog of each other engine with a live sample of the group
-    a first lease of the group      --note-->  that engine's backlog: all that the group's other samples have
+    a first lease of the group      --note-->  that engine's backlog: what it lacks of the group's other samples
     CoreTick                        --take-->  SiblingTokens, no more than the engine's credit
 
 A draft is a guess that its engine verifies, so anything here may be lost. Nothing is kept over a restart: what leases the engines hold
 is known again then, and what is accepted from then on is sent. Tokens are counted as they are packed, 4 bytes each, before
 `squeeze_tokens`. A backlog holds what `BACKLOG_S` seconds may carry, and drops what came first. An engine of which nothing was heard for
-two heartbeats is sent nothing: its queue would fill with drafts.
+two heartbeats is sent nothing: its queue would fill with drafts. An engine keeps a group for `KEEP_SIBLINGS_S` after its last sample of
+it, as at a change of weights; for half as long the router goes on from where it was.
 
 Owns `Worker.backlog` and `Group.holders`. Knows lengths and no token.
 """
@@ -19,7 +20,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scavenger.protocol.messages import MAX_SIBLING_PIECES, MAX_SIBLING_TOKENS, SiblingPiece, SiblingTokens
+from scavenger.protocol.messages import (
+    KEEP_SIBLINGS_S,
+    MAX_SIBLING_PIECES,
+    MAX_SIBLING_TOKENS,
+    SiblingPiece,
+    SiblingTokens,
+)
 
 if TYPE_CHECKING:
     from scavenger.router.core.state import Group, Sample, Worker
@@ -29,6 +36,8 @@ TOKEN_NBYTES = 4
 #: Seconds of an engine's bytes that may wait for it, and that it may be sent at once after a pause.
 BACKLOG_S = 4.0
 BURST_S = 1.0
+#: Groups that an engine's last sample has left, of which it is remembered what the engine has.
+MAX_LEFT = 256
 
 
 @dataclass(slots=True)
@@ -39,6 +48,8 @@ class SiblingBacklog:
     tokens: int = 0  # of all ranges
     credit: float = 0.0
     credited_at: float = 0.0  # Unix seconds
+    #: Group that no sample of the engine's is of any more -> since when (Unix s), and how much it has of each of the group's samples.
+    left: OrderedDict[int, tuple[float, dict[int, int]]] = field(default_factory=OrderedDict)
 
     def note(self, sample_id: int, start: int, end: int, most: int) -> int:
         """The sample's tokens from `start` up to `end` are to be sent too. Returns how many had to be dropped to keep to `most`."""
@@ -85,9 +96,11 @@ def lease_began(core: Core, sample: Sample, worker: Worker) -> None:
         return
     worker.backlog.forget(sample.id)
     if not live:
+        left_at, lengths = worker.backlog.left.pop(group.id, (0.0, {}))
+        known = lengths if core.now - left_at < KEEP_SIBLINGS_S / 2 else {}
         for other in group.samples:
-            if other.accepted and other.worker_id != worker.id:
-                _note(core, worker, other, 0)
+            if other.accepted > (start := known.get(other.id, 0)) and other.worker_id != worker.id:
+                _note(core, worker, other, start)
 
 
 def lease_restored(sample: Sample) -> None:
@@ -96,14 +109,21 @@ def lease_restored(sample: Sample) -> None:
     holders[sample.worker_id] = holders.get(sample.worker_id, 0) + 1
 
 
-def lease_ended(sample: Sample, worker_id: int) -> None:
+def lease_ended(core: Core, sample: Sample, worker_id: int) -> None:
     """The worker holds it no more."""
-    holders = sample.group.holders
-    left = holders[worker_id] - 1
+    group = sample.group
+    left = group.holders[worker_id] - 1
     if left:
-        holders[worker_id] = left
-    else:
-        del holders[worker_id]
+        group.holders[worker_id] = left
+        return
+    del group.holders[worker_id]
+    worker = core.workers.get(worker_id)
+    if worker is not None and _sends(core, group):
+        waiting = worker.backlog.ranges
+        has = {s.id: waiting[s.id][0] if s.id in waiting else s.accepted for s in group.samples}
+        worker.backlog.left[group.id] = core.now, has
+        if len(worker.backlog.left) > MAX_LEFT:
+            worker.backlog.left.popitem(last=False)
 
 
 def grew(core: Core, sample: Sample, start: int) -> None:
@@ -159,7 +179,7 @@ def _take(core: Core, worker: Worker, most: int) -> tuple[SiblingPiece, ...]:
         cut = min(end, sample.accepted, start + most)
         if cut <= start:
             continue
-        found.append(SiblingPiece(sample_id, sample.key, start, cut - start))
+        found.append(SiblingPiece.of(sample_id, sample.key, start, cut - start))
         most -= cut - start
         if cut < end:  # the rest goes first in the next message
             backlog.ranges[sample_id] = (cut, end)
