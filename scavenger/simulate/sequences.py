@@ -92,7 +92,7 @@ class EngineBatch:
         self._capacity = spec.kv_capacity
         self._curves: dict[int, DecodeCurve] = {}  # by batch: the same few come again and again
         self._speculated: DecodeCurve | None = None  # of the batch as it is, where the engine speculates
-        self._said: Counter[int] = Counter()  # prompt -> its samples that ended here
+        self._said: Counter[int] = Counter()  # prompt -> its samples that ended, here or as it was told
         self._draft = NO_DRAFT
         self.passes = self.verified_tokens = 0.0  # with drafts, of a sample: how many, and what they made
         self.decoded_tokens = 0
@@ -193,6 +193,14 @@ class EngineBatch:
             tokens[key] = so_far if so_far < most else most
         return tokens
 
+    def sibling_ended(self, prompt: int, now: float) -> None:
+        """A sample of this prompt ended on another engine, and what it said is here for drafts."""
+        if self.spec.acceptance is None:
+            return
+        self._rebase(now)
+        self._said[prompt] += 1
+        self._speculated = None
+
     def stored_tokens(self, now: float) -> float:
         """Tokens of KV in the cache at `now`."""
         self._catch_up(now)
@@ -211,7 +219,7 @@ class EngineBatch:
         return Stretch(self._curves[size], size, self._context)
 
     def _siblings(self) -> float:
-        """Of a running sample's siblings, how many ended here, on average."""
+        """Of a running sample's siblings, how many ended, on average."""
         said = self._said
         return sum(said[one.request.prompt] for one in self._running.values()) / max(1, len(self._running))
 

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from scavenger.config.site import RouterSection
 from scavenger.ledger.records import ChunkAccepted, Record
 from scavenger.ledger.records import Decision as Decided
 from scavenger.policy.interface import RouterPolicy
@@ -43,7 +44,11 @@ class SimDaemon:
     ) -> None:
         self._sim, self._tick_s = sim, tick_s
         limits = RouterLimits(
-            heartbeat_s=heartbeat_s, suspect_s=math.inf, dead_s=math.inf, stalled_s=math.inf
+            heartbeat_s=heartbeat_s,
+            suspect_s=math.inf,
+            dead_s=math.inf,
+            stalled_s=math.inf,
+            sibling_bytes_per_s=RouterSection().sibling_bytes_per_s,
         )  # engines here fall silent only with a goodbye, or with their jobs
         self.router = Router(limits, 1, NoPayloads(), new_policy=new_policy)
         self._peers: dict[int, Peer] = {}

@@ -23,6 +23,7 @@ from scavenger.protocol.messages import (
     Drain,
     Message,
     SampleKey,
+    SiblingTokens,
     Sleep,
     Welcome,
     WorkerHello,
@@ -53,6 +54,10 @@ def zeros(tokens: int) -> bytes:
 def _counted(tokens: int) -> tuple[int, ...]:
     """So many tokens, of which only the number is asked."""
     return cast("tuple[int, ...]", range(tokens))
+
+
+def _prompt_of(key: SampleKey) -> int:
+    return key.step * 1_000_000 + key.prompt
 
 
 def root_of(version: int) -> bytes:
@@ -151,6 +156,7 @@ class SimEngine:
         self._cached: dict[
             SampleKey, int
         ] = {}  # tokens of samples that left, which its KV cache has yet; the oldest first
+        self._ended_siblings: set[SampleKey] = set()  # whose whole completions the engine has for its drafts
         self._timer: Timer | None = None
         self._busy_since: float | None = None
         self.alive = True
@@ -203,6 +209,9 @@ class SimEngine:
                 self._hang()
                 return
         match message:
+            case SiblingTokens():
+                self._hear(message)
+                return  # there are no tokens here for the session to read
             case Welcome():  # it beats when `beat` says so, and sends at once what `_give` gives
                 message = msgspec.structs.replace(message, heartbeat_s=math.inf, flush_tokens=0)
             case Assign(leases=leases):
@@ -218,6 +227,15 @@ class SimEngine:
                 self._give_all()
                 self._cached.clear()
         self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
+
+    def _hear(self, message: SiblingTokens) -> None:
+        """Which siblings ended on other engines: the batch counts them as it counts its own."""
+        for piece in message.pieces:
+            key = piece.key
+            if piece.offset + piece.count >= self._truth(key) and key not in self._ended_siblings:
+                self._ended_siblings.add(key)
+                self.batch.sibling_ended(_prompt_of(key), self._sim.now)
+        self._arm()
 
     def _hang(self) -> None:
         """Hear and make nothing more, and keep the GPU, until it is ended."""
@@ -323,7 +341,7 @@ class SimEngine:
 
     def _begin(self, request: worker.Request) -> SimulatedRequest:
         key, given = request.key, len(request.accepted)
-        prompt, target = key.step * 1_000_000 + key.prompt, self._truth(key)
+        prompt, target = _prompt_of(key), self._truth(key)
         self._requests[request.handle] = _Request(prompt, given, target, request)
         if self._whole_groups:
             self._siblings.setdefault(prompt, {})[request.handle] = None
@@ -400,6 +418,7 @@ class SimEngine:
                 self.tokens += len(new)
                 one.given = length
             if finish:
+                self._ended_siblings.add(one.asked.key)
                 del self._requests[handle]
         if deltas:
             self._tell(worker.Generated(tuple(deltas)))

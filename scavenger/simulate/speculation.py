@@ -1,14 +1,14 @@
 """What grouped speculation makes of a simulated engine's pass: acceptance by siblings, how long a draft is, tokens a second. Pure.
 
-`engine.speculation = "group"` of a live run, whose engines draft from what siblings said there (`rollout.engines.speculation`). A pass of b
-samples with d drafted tokens each reads weights and KV once and computes b (1 + d) positions. A drafted token is accepted with
-probability p if all before it were, so a pass makes
+`engine.speculation = "group"` of a live run, whose engines draft from what siblings said (`rollout.engines.speculation`), there or on other
+engines: the simulated daemon sends that as the live one does (`router.core.siblings`). A pass of b samples with d drafted tokens each reads
+weights and KV once and computes b (1 + d) positions. A drafted token is accepted with probability p if all before it were, so a pass makes
 
     E(d) = (1 - p^(d + 1)) / (1 - p)
 
 tokens a sample on average (Leviathan et al., arXiv 2211.17192, eq. 1). p is what the measured E at the longest draft says, by the
-number of siblings that are done on this engine. Chosen is the live engine's d: that with the most tokens a second, if it promises `MARGIN`
-times those without.
+number of siblings that are done and that the engine knows. Chosen is the live engine's d: that with the most tokens a second, if it
+promises `MARGIN` times those without.
 
 What is not simulated: samples of one batch gain alike (their mean), siblings that run beside a sample count for nothing, and vLLM's passes
 lose no overlap with their scheduling. Knows no samples and no time.

@@ -122,7 +122,26 @@ def test_the_last_of_a_group_takes_as_long_as_its_passes() -> None:
     assert batch.verified_tokens / batch.passes == pytest.approx(9.28)
 
 
-def test_siblings_of_another_engine_or_group_are_no_drafts() -> None:
+def test_siblings_of_another_engine_are_drafts_from_when_it_is_told() -> None:
+    spec = replace(ONE_GPU, acceptance=CHECKED)
+    ends = {}
+    for told_at in (0.0, 5.0, 1e9):
+        batch = EngineBatch(spec)
+        batch.add([SimulatedRequest(0, 7, 512, 0, 4000)], 0.0)
+        while batch.size:
+            at = min(batch.next_time(), told_at)
+            if at == told_at and batch.size:
+                batch.sibling_ended(7, at)
+                told_at = 1e9
+            batch.advance(at)
+        ends[len(ends)] = at
+    quick, half, slow = ends.values()
+    ratio = ONE_GPU.token_curve(1, 2000.0, 0.0)[0].at(2000.0) / spec.token_curve(1, 2000.0, 1.0)[0].at(2000.0)
+    assert slow / quick == pytest.approx(ratio, rel=0.05)
+    assert half - 5.0 == pytest.approx((slow - 5.0) / ratio, rel=0.05)
+
+
+def test_siblings_of_another_group_or_of_which_nothing_is_told_are_no_drafts() -> None:
     spec = replace(ONE_GPU, acceptance=CHECKED)
     plain, other = EngineBatch(ONE_GPU), EngineBatch(spec)
     other.add([SimulatedRequest(0, 1, 512, 0, 50)], 0.0)

@@ -80,7 +80,7 @@ def _check_sample(core: Core, sample: Sample) -> None:
 def _check_worker(core: Core, worker: Worker) -> None:
     waiting = sum(end - start for start, end in worker.backlog.ranges.values())
     assert waiting == worker.backlog.tokens, f"worker {worker.id}: {worker.backlog}, {waiting} tokens wait"
-    most = siblings.BACKLOG_S * core.limits.sibling_bytes_per_s / siblings.TOKEN_NBYTES
+    most = siblings.most_waiting(core)
     assert waiting <= most, f"worker {worker.id}: {waiting} siblings' tokens wait, over {most}"
     seen = worker.cached_slots
     assert seen is None or seen.leases == len(worker.leases), (

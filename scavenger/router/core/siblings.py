@@ -6,9 +6,9 @@
 
 A draft is a guess that its engine verifies, so anything here may be lost. Nothing is kept over a restart: what leases the engines hold
 is known again then, and what is accepted from then on is sent. Tokens are counted as they are packed, 4 bytes each, before
-`squeeze_tokens`. A backlog holds what `BACKLOG_S` seconds may carry, and drops what came first. An engine of which nothing was heard for
-two heartbeats is sent nothing: its queue would fill with drafts. An engine keeps a group for `KEEP_SIBLINGS_S` after its last sample of
-it, as at a change of weights; for half as long the router goes on from where it was.
+`squeeze_tokens`. A backlog holds what `BACKLOG_BEATS` heartbeats may carry, and drops what came first. An engine of which nothing was
+heard for two heartbeats is sent nothing: its queue would fill with drafts. An engine keeps a group for `KEEP_SIBLINGS_S` after its last
+sample of it, as at a change of weights; for half as long the router goes on from where it was.
 
 Owns `Worker.backlog` and `Group.holders`. Knows lengths and no token.
 """
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from scavenger.router.core.tables import Core
 
 TOKEN_NBYTES = 4
-#: Seconds of an engine's bytes that may wait for it, and that it may be sent at once after a pause.
-BACKLOG_S = 4.0
-BURST_S = 1.0
+#: Heartbeats for whose bytes what waits for an engine may stand. After a pause it is sent what one may carry at once.
+BACKLOG_BEATS = 4.0
 #: Groups that an engine's last sample has left, of which it is remembered what the engine has.
 MAX_LEFT = 256
 
@@ -79,10 +78,10 @@ class SiblingBacklog:
                 del self.ranges[sample_id]
         return dropped
 
-    def earn(self, bytes_per_s: float, now: float) -> int:
-        """Tokens that may be sent now."""
+    def earn(self, bytes_per_s: float, burst_s: float, now: float) -> int:
+        """Tokens that may be sent now, where at most the bytes of `burst_s` seconds may be sent at once."""
         earned = (now - self.credited_at) * bytes_per_s
-        self.credit = min(self.credit + max(0.0, earned), BURST_S * bytes_per_s)
+        self.credit = min(self.credit + max(0.0, earned), burst_s * bytes_per_s)
         self.credited_at = now
         return int(self.credit / TOKEN_NBYTES)
 
@@ -144,7 +143,7 @@ def send_due(core: Core, workers: Iterable[Worker]) -> None:
             continue
         if core.now - worker.last_seen > 2 * core.limits.heartbeat_s:
             continue
-        left = backlog.earn(core.limits.sibling_bytes_per_s, core.now)
+        left = backlog.earn(core.limits.sibling_bytes_per_s, core.limits.heartbeat_s, core.now)
         while left > 0 and backlog.ranges:
             pieces = _take(core, worker, min(left, MAX_SIBLING_TOKENS))
             if not pieces:
@@ -160,9 +159,13 @@ def _sends(core: Core, group: Group) -> bool:
     return group.run.engine.speculation != "none" and core.limits.sibling_bytes_per_s > 0
 
 
+def most_waiting(core: Core) -> int:
+    """Tokens that may wait for one engine."""
+    return int(BACKLOG_BEATS * core.limits.heartbeat_s * core.limits.sibling_bytes_per_s / TOKEN_NBYTES)
+
+
 def _note(core: Core, worker: Worker, sample: Sample, start: int) -> None:
-    most = int(BACKLOG_S * core.limits.sibling_bytes_per_s / TOKEN_NBYTES)
-    if dropped := worker.backlog.note(sample.id, start, sample.accepted, most):
+    if dropped := worker.backlog.note(sample.id, start, sample.accepted, most_waiting(core)):
         core.count("sibling_tokens_dropped", dropped)
 
 
