@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from rollout.engines.base import EngineHost
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling
-from scavenger.protocol.worker.events import Delta, Request, Speculated
+from scavenger.protocol.worker.events import Delta, GroupName, HearSiblings, Request, SiblingSaid, Speculated
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 from rollout.engines.vllm import setup  # noqa: E402  needs torch, as all that follows
-from rollout.engines.vllm.proposer import PATH, GroupProposer, expand, named, request_name  # noqa: E402
+from rollout.engines.vllm.proposer import PATH, GroupProposer, expand, group_name, named, request_name  # noqa: E402
 from rollout.engines.vllm.worker import _with_raw_logprobs_of_drafts  # noqa: E402
 from tests.rollout.test_engine_contract import finish  # noqa: E402
 
@@ -106,6 +106,23 @@ def test_a_finished_or_preempted_request_is_followed_from_its_tokens() -> None:
     assert runner.step(**{"2": [3]})["2"][:1] == [4]
 
 
+def test_a_proposer_drafts_from_what_siblings_said_on_other_engines() -> None:
+    runner = Runner()
+    name = group_name(key(0), (7, 8))
+    runner.proposer.hear(
+        [(name, (7, 8), 5, 0, (1, 2, 3)), (name, None, 5, 3, (4,)), ("?", None, 1, 0, (9,))], []
+    )
+    runner.rows = {request_name(0, key(0), (7, 8)): [7, 8]}
+    assert runner.step(**{"0": [1]})["0"][:3] == [2, 3, 4]
+    runner.proposer.hear([], [name])
+    assert runner.step(**{"0": [2]})["0"][:2] == [3, 4], "a sample of the group is generated here"
+    runner.rows = {}
+    runner.step()
+    runner.proposer.hear([], [name])
+    runner.rows = {request_name(1, key(1), (7, 8)): [7, 8]}
+    assert runner.step(**{"1": [1]})["1"] == []
+
+
 def test_expanded_parameters_are_each_request_s_own() -> None:
     given = torch.tensor([0.0, 0.25, 0.9])
     output = torch.full((6,), math.nan)
@@ -152,7 +169,8 @@ def test_vllm_is_asked_for_it_only_where_it_was_seen_to_work(tmp_path: Any) -> N
 
 @kinds.VLLM_ONLY
 def test_vllm_keeps_distributions_greedy_tokens_and_logprobs_with_siblings_drafts(kind: Any) -> None:
-    """2,000 samples of one group, in waves: later ones are drafted from all that earlier ones said. Chi-squared over whole completions."""
+    """2,000 samples of one group, in waves: later ones are drafted from all that earlier ones said, and from what is said to come from
+    siblings on other engines and does not. Chi-squared over whole completions."""
     stats = pytest.importorskip("scipy.stats")
     text = kind.text(vocab_size=VOCAB, num_hidden_layers=1)
     model = models.plain_model(text, seed=8, scale=2.0)
@@ -161,10 +179,18 @@ def test_vllm_keeps_distributions_greedy_tokens_and_logprobs_with_siblings_draft
     def ask(i: int, how: Sampling, tokens: int) -> Request:
         return Request(i, PROMPT, (), tokens, how, 5, SampleKey("train", 0, how.max_tokens, i))
 
+    async def mislead(engine: Any, how: Sampling, *tokens: int) -> None:
+        group = GroupName(SampleKey("train", 0, how.max_tokens, 0), PROMPT)
+        wrong = tuple(SiblingSaid(group, COUNT + i, 0, tokens[i:] + tokens[:i]) for i in range(len(tokens)))
+        await engine.hear(HearSiblings(wrong))
+        await engine.hear(HearSiblings((SiblingSaid(group, 2 * COUNT, 0, (VOCAB, 1 << 30)),)))
+
     async def main() -> tuple[dict[int, Delta], dict[int, Delta], dict[int, Delta], Speculated]:
         spec = kind.spec(text, dtype="float32", max_batch=128, context=64)
         engine = await kind.start(replace(spec, speculation="group"))
         await engine.load(1, models.views(model))
+        for how in (Sampling(24), Sampling(LENGTH)):
+            await mislead(engine, how, *(range(VOCAB)))
         greedy = await finish(engine, *(ask(i, Sampling(24, 0.0), 24) for i in range(6)))
         truncated = await finish(engine, *(ask(10 + i, cut, 24) for i in range(8)))
         plain = await finish(engine, *(ask(100 + i, Sampling(LENGTH), LENGTH) for i in range(COUNT)))
