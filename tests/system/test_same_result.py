@@ -114,7 +114,8 @@ def test_drafts_from_siblings_change_nothing(
             site,
             small_model,
             run={"steps": 80, "harvest": False},
-            engine={"max_batch": 4, "pace": 20.0, "speculation": "group"},
+            reserved={"workers": 2},
+            engine={"max_batch": 2, "pace": 20.0, "speculation": "group"},  # a group of four is on both engines
         )
         training = play.submit(site, run)
         play.wait_for("two steps", lambda: play.steps_done(site) >= 2)
