@@ -115,7 +115,11 @@ def test_drafts_from_siblings_change_nothing(
             small_model,
             run={"steps": 80, "harvest": False},
             reserved={"workers": 2},
-            engine={"max_batch": 2, "pace": 20.0, "speculation": "group"},  # a group of four is on both engines
+            engine={
+                "max_batch": 2,
+                "pace": 20.0,
+                "speculation": "group",
+            },  # a group of four is on both engines
         )
         training = play.submit(site, run)
         play.wait_for("two steps", lambda: play.steps_done(site) >= 2)
