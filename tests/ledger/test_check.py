@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from scavenger.ledger import store
 from scavenger.ledger.read import reports
 from scavenger.ledger.schema import metadata
+from scavenger.printable import amount
 from tests.ledger.examples import everything, written
 from tests.ledger.histories import ended, training
 
@@ -202,4 +203,4 @@ def test_a_long_history_with_its_evaluations_and_takes_is_sound(url: str) -> Non
 
 @pytest.mark.parametrize(("n", "said"), [(0, "0 rows"), (1, "1 row"), (1200, "1,200 rows")])
 def test_numbers_agree_with_their_nouns(n: int, said: str) -> None:
-    assert reports.counted(n, "row") == said
+    assert amount(n, "row") == said
