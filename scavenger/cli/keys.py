@@ -90,6 +90,23 @@ def guest(
     )
 
 
+@app.command("cluster")
+def cluster(
+    name: Annotated[str, typer.Argument(help="what the cluster is called in ledger and status")],
+    out: Annotated[Path, typer.Option("--out", help="a new file for its key pair, mode 0600")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Make the key of the harvester of a further cluster (`scavenger harvester`). Removing keys/clusters/NAME.pub
+    revokes it; the same name again renews it."""
+    site = config.read_daemon(config_path)
+    keys.admit_cluster(site.daemon.state_dir, name, out)
+    print(
+        f"wrote {out}; give it to the cluster's admin: whoever has it is sent the keys of engines that start there"
+    )
+    if site.daemon.clusters_port is None:
+        print("no harvester can dial in yet: set daemon.clusters_port, and restart the daemon")
+
+
 @app.command("retire")
 def retire(name: Name, config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Accept only the owner's newest key; sessions under older ones end within seconds. The runs stay the owner's."""

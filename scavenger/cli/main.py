@@ -24,6 +24,7 @@ from scavenger.cli import (
     drain,
     gateway,
     guest,
+    harvester,
     init,
     join,
     ledger,
@@ -67,6 +68,7 @@ app.command()(drain.drain)
 app.command()(gateway.gateway)
 app.command()(guest.guest)
 app.command()(slurm_proxy.slurm_proxy)
+app.command()(harvester.harvester)
 app.command()(top.top)
 app.command()(web.web)
 app.command()(otel.otel)

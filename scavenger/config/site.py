@@ -40,6 +40,9 @@ class DaemonSection(Section):
     other hosts, unless `advertise` names another address (a proxy or a tunnel)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port. 0: the system chooses one, and another one after each restart."""
+    clusters_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    """TCP port where harvesters of further clusters dial in (`scavenger harvester`, [fleet.md](fleet.md#several-clusters)).
+    0: the system chooses one. None: none may."""
     advertise: Annotated[str, Allowed("host name")] = ""
     """Host name that workers and trainers connect to. Empty: the text of `listen`, or this host's name where
     `listen` is `0.0.0.0`."""

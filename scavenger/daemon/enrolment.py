@@ -24,7 +24,7 @@ from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
 
 log = structlog.get_logger()
-Owner = tuple[str, str]  # role ("daemon" | "owner" | "guest"), name
+Owner = tuple[str, str]  # role ("daemon" | "owner" | "guest" | "cluster"), name
 
 
 class Enrolment:
@@ -45,6 +45,7 @@ class Enrolment:
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._guests: set[str] = set()  # public keys
+        self.clusters: dict[str, str] = {}  # public key of each further cluster's harvester -> the cluster
         self._local = ""  # the key that runs of the state directory's own owner are recorded under
         self._warned: set[str] = set()
 
@@ -63,6 +64,9 @@ class Enrolment:
         for pair in guests.values():
             self._keyring.allow(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent))
         self._guests = {pair.public for pair in guests.values()}
+        # These open nothing at the router: the link's own port asks here.
+        found = keys.cluster_keys(self._state_dir, self._warn)
+        self.clusters = {public: name for name, public in found.items()}
         # The ledger's runs name their owner's first key; its reports find the name here.
         names = {its[-1].public: name for name, its in enrolled.items()}
         own = self._own_key()
@@ -83,6 +87,7 @@ class Enrolment:
             if key.public in owners
         }
         in_force |= {pair.public: ("guest", name) for name, pair in guests.items()}
+        in_force |= {public: ("cluster", name) for public, name in self.clusters.items()}
         events += changes(
             self._reported,
             in_force,

@@ -30,6 +30,7 @@ from scavenger.cluster.port import Cluster
 from scavenger.cluster.unix_users import own_user
 from scavenger.config import DaemonConfig
 from scavenger.daemon import ownership, process
+from scavenger.daemon.clusters import FurtherClusters, of_cluster
 from scavenger.daemon.enrolment import Enrolment
 from scavenger.daemon.key_requests import KeyRequests
 from scavenger.daemon.ownership import Announcement
@@ -55,6 +56,7 @@ from scavenger.observe import fleet, status
 from scavenger.observe.training import TrainingJobs, UnclosedRun
 from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
+from scavenger.policy.fleet_size import Demand, without
 from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
 from scavenger.protocol.key_requests import make_public
@@ -99,9 +101,11 @@ class Daemon:
         self.training = TrainingJobs()
         self._training_gpus = TrainingGpus()
         self.harvester: Harvester | None = None
+        self.clusters: FurtherClusters | None = None  # where others may link
         self._own_user = ""  # this process's, not that of engines; from `_harvester` on
         self._announcement = Announcement(self.state_dir, config.daemon)
         self._key_requests: KeyRequests | None = None  # where other users may own runs
+        self._clusters_port = 0  # 0: none may link
         self._waits_for = ""  # the holder that was logged last, while this daemon waits to claim
         #: A daemon of this host that lives is followed: its ports may take a while to be free.
         self._predecessor_may_hold_ports = False
@@ -154,7 +158,7 @@ class Daemon:
         ]
         if self._key_requests is not None:
             works.append(self._key_requests.run(self._enrolment.read))
-        works += [part.run(stop) for part in (harvester, keeper) if part is not None]
+        works += [part.run(stop) for part in (harvester, self.clusters, keeper) if part is not None]
         tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(
@@ -164,8 +168,10 @@ class Daemon:
                 task.result()
         finally:
             stop.set()
-            if harvester is not None:
-                await harvester.shutdown(cancel=self.cancel_at_end and self.failure is None)
+            cancel = self.cancel_at_end and self.failure is None
+            await asyncio.gather(
+                *(part.shutdown(cancel) for part in (harvester, self.clusters) if part is not None)
+            )
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -178,6 +184,8 @@ class Daemon:
         if durable and self.failure is None:
             await asyncio.to_thread(self._release, writer.granted)
         await asyncio.to_thread(self._write_last_status, self._status_now())
+        if self.clusters is not None:
+            self.clusters.close()
         server.close()
         self._ownership.close()
         self.service_manager.close()
@@ -297,16 +305,19 @@ class Daemon:
             self.state_dir, pair.public, self.keyring, server.write, self.clock, in_force
         )
         self._enrolment.read()
-        self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
+        uid, own = keys.site_uid(self.state_dir, pair.public), of_cluster(snapshot, "")
+        self.clusters = self._further(server, pair, uid)
+        self.harvester = self._harvester(server, uid)
         if self.harvester is not None:
-            self.harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
+            self.harvester.restore(own.jobs, own.waits, own.quarantined)
             self._training_gpus.restore(snapshot.training_jobs)
-        elif snapshot.waits or snapshot.training_jobs:
+        elif own.waits or snapshot.training_jobs:
             # No harvester polls: they would grow with every commit.
             now = self.clock()
-            server.write(
-                [*waits.unseen(snapshot.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)]
-            )
+            server.write([*waits.unseen(own.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)])
+        if self.clusters is not None:
+            self.clusters.own = self.harvester
+            self.clusters.restore(snapshot)
         return snapshot
 
     async def _patiently(self, read: Callable[[], T]) -> T:
@@ -327,6 +338,10 @@ class Daemon:
     async def _bind_ports(self, server: RouterServer) -> int:
         if self._predecessor_may_hold_ports:
             await self._retry_bind(self.service_manager.serve_metrics)
+        section, clusters = self.config.daemon, self.clusters
+        if clusters is not None and section.clusters_port is not None:
+            at = section.clusters_port
+            self._clusters_port = await self._retry_bind(lambda: clusters.link.bind(section.listen, at))
         return await self._retry_bind(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
 
     def _resume(self, server: RouterServer, writer: Writer, snapshot: Snapshot) -> None:
@@ -352,7 +367,9 @@ class Daemon:
             raise error
         if self.stop.is_set() or self._announcement.newest() > generation:
             return
-        endpoint = self._announcement.publish(public, port, generation)
+        endpoint = self._announcement.publish(public, port, generation, self._clusters_port)
+        if self.clusters is not None and self._announcement.mine is not None:
+            self.clusters.link.announce(self._announcement.mine)
         self.service_manager.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
         log.info(
             "serving",
@@ -396,6 +413,8 @@ class Daemon:
         """Take over what may change live. Raises `ConfigError`, and then nothing changed."""
         if self.harvester is not None:
             self.harvester.reconfigure(config)
+        if self.clusters is not None:
+            self.clusters.reconfigure(config)
         if self._key_requests is not None:
             self._key_requests.reconfigure(config.owners)
 
@@ -464,11 +483,17 @@ class Daemon:
             gpu_memory=tuple(self._shared_gpus(server)),
             weights_pauses=tuple(self._weights_pauses(server)),
             speculation=tuple(self._speculation(server)),
-            engines=fleet.engines_of(
-                server.router.core.runs.values(), status.outlooks(self.harvester, self.clock())
-            ),
+            engines=fleet.engines_of(server.router.core.runs.values(), self._outlooks()),
             runs=fleet.runs_of(server.router.core.runs.values()),
+            clusters=self.clusters.status(self.clock()) if self.clusters is not None else (),
         )
+
+    def _outlooks(self) -> dict[str, fleet.JobOutlook]:
+        """By intent, of all clusters' jobs."""
+        found = status.outlooks(self.harvester, self.clock())
+        for one in self.clusters.clusters.values() if self.clusters is not None else ():
+            found |= status.outlooks(one.harvester, self.clock())
+        return found
 
     def _shared_gpus(self, server: RouterServer) -> Iterator[status.SharedGpus]:
         """Of open runs whose engines share the trainer's GPUs: what each side says that it holds."""
@@ -582,25 +607,46 @@ class Daemon:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
         self._own_user = own_user()  # once: a directory that fails or is slow holds up no poll
+        return Harvester(
+            self.config,
+            self.cluster,
+            uid,
+            LedgerWrites(server.commit, server.write),
+            self._router_link(server, ""),
+            Sources(self.clock),
+            learned=lambda info: server.post(TopologyRead(info.switches)),
+            observed=self._follow_training,
+        )
+
+    def _router_link(self, server: RouterServer, cluster: str) -> RouterLink:
+        """`cluster`: whose harvester it is for, "" = the daemon's own. Its demand is what others leave."""
         router = server.router
-        link = RouterLink(
+
+        def demand() -> list[Demand]:
+            asked = self._enrolment.of_owners(router.demand(self.clock()))
+            return asked if self.clusters is None else without(asked, self.clusters.elsewhere(cluster))
+
+        return RouterLink(
             post=server.post,
-            demand=lambda: self._enrolment.of_owners(router.demand(self.clock())),
+            demand=demand,
             leases=lambda: workers.leases(router.core),
             register=self.keyring.allow,
             unregister=self.keyring.revoke,
             lives=lambda: workers.lives(router.core),
             condemned=lambda: tuple(router.core.condemned),
         )
-        return Harvester(
+
+    def _further(self, server: RouterServer, pair: keys.KeyPair, uid: str) -> FurtherClusters | None:
+        if self.config.daemon.clusters_port is None:
+            return None
+        return FurtherClusters(
             self.config,
-            self.cluster,
+            pair,
             uid,
             LedgerWrites(server.commit, server.write),
-            link,
-            Sources(self.clock),
-            learned=lambda info: server.post(TopologyRead(info.switches)),
-            observed=self._follow_training,
+            functools.partial(self._router_link, server),
+            self.clock,
+            lambda: self._enrolment.clusters,
         )
 
     def _keeper(self, server: RouterServer, writer: Writer) -> Keeper | None:

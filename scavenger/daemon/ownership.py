@@ -308,21 +308,27 @@ class Announcement:
 
     def __init__(self, state_dir: Path, section: DaemonSection) -> None:
         self._state_dir, self._section = state_dir, section
-        self._mine: keys.Rendezvous | None = None
+        self.mine: keys.Rendezvous | None = None
 
     def newest(self) -> int:
         """The newest generation that was announced here, whatever ledger it had."""
         return announced(self._state_dir).generation
 
-    def publish(self, public: str, port: int, generation: Generation) -> str:
-        """Write the file. Returns the endpoint that it names."""
+    def publish(self, public: str, port: int, generation: Generation, clusters_port: int = 0) -> str:
+        """Write the file. `clusters_port`: of links to further clusters, 0 = none. Returns the router's endpoint, as the file names it."""
         listen = self._section.listen
         host = self._section.advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         endpoint = f"tcp://{host}:{port}"
-        self._mine = keys.Rendezvous(
-            endpoint, public, int(generation), os.getpid(), socket.gethostname(), generation.uid
+        self.mine = keys.Rendezvous(
+            endpoint,
+            public,
+            int(generation),
+            os.getpid(),
+            socket.gethostname(),
+            generation.uid,
+            f"tcp://{host}:{clusters_port}" if clusters_port else "",
         )
-        self._write(self._mine)
+        self._write(self.mine)
         return endpoint
 
     def _write(self, mine: keys.Rendezvous) -> None:
@@ -332,11 +338,11 @@ class Announcement:
 
     def defend(self) -> str:
         """An older daemon's announcement is replaced. Returns why this daemon has to end when a newer one has announced itself, or ""."""
-        if self._mine is None:
+        if self.mine is None:
             return ""
-        announced, mine = self.newest(), self._mine.generation
+        announced, mine = self.newest(), self.mine.generation
         if announced < mine:
-            self._write(self._mine)
+            self._write(self.mine)
         if announced <= mine:
             return ""
         why = f"another daemon owns this ledger now, or has another: generation {announced} was announced in {self._state_dir}"

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -32,7 +33,10 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import (
+    Action,
     Cancel,
+    CancelPending,
+    DrainAllocated,
     DrainKind,
     HarvestCode,
     HarvestLimits,
@@ -41,7 +45,7 @@ from scavenger.harvest.decide.actions import (
 )
 from scavenger.harvest.decide.drain import leave_for_blackout_at, must_end_by, unseen
 from scavenger.harvest.execute import job_script
-from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources, WorkerKeys
+from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.session import (
@@ -75,6 +79,8 @@ CANCEL_S = 20.0
 #: Jobs that accounting is asked for at once, and how long one that did not answer is left alone: its commands wait for seconds.
 MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
+#: After so many failed polls only engines that are connected count as this cluster's.
+CLAIM_POLLS = 2
 #: Logs that are read in one cycle: where all engines fail they fail alike.
 MOST_EXPLAINED = 3
 
@@ -118,7 +124,7 @@ class Poller:
 
     Owns the last complete observation, what Slurm says of itself, and the verdict on the partition. Every observation is stamped by our
     clock, with the time before it was asked for. Knows no job of ours, and not when to poll. `surprised` says whether a queue shows more
-    than the queue alone can explain; `learned` gets what Slurm says of itself.
+    than the queue alone can explain; `learned` gets what Slurm says of itself. `called`: a further cluster's name.
     """
 
     def __init__(
@@ -131,10 +137,11 @@ class Poller:
         learned: Callable[[ClusterInfo], None],
         write: Callable[[Sequence[rec.Record]], object],
         sources: Sources,
+        called: str = "",
     ) -> None:
         self._config, self._cluster, self._thread = config, cluster, thread
         self._surprised, self._learned, self._write = surprised, learned, write
-        self._clock, self._monotonic = sources.clock, sources.monotonic
+        self._clock, self._monotonic, self._called = sources.clock, sources.monotonic, called
         self.view: ClusterView | None = None  # the last complete observation
         self.info: ClusterInfo | None = None  # None: Slurm never answered
         self._info_at = -math.inf
@@ -143,7 +150,7 @@ class Poller:
 
     @property
     def name(self) -> str:
-        return self.info.name if self.info is not None else "cluster"
+        return self._called or (self.info.name if self.info is not None else "cluster")
 
     async def observe(self, poll: PollKind, failed: bool) -> tuple[ClusterView, PollKind]:
         """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
@@ -243,7 +250,7 @@ class Durable:
 
 class Harvester:
     """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
-    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay."""
+    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay. `elsewhere`: its jobs are on a further cluster."""
 
     def __init__(
         self,
@@ -257,17 +264,21 @@ class Harvester:
         learned: Callable[[ClusterInfo], None] = lambda _info: None,
         observed: Callable[[ClusterView], None] = lambda _view: None,
         drain_notice_s: float = DRAIN_NOTICE_S,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._router, self._write, self._observed = router, ledger.write, observed
         self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
         self._template, self._token = self._read_template(config), sources.token
-        self.session = HarvestSession(rules_of(config, uid, client.jobs_user(config)), self._mint)
+        self._elsewhere = elsewhere
+        user = client.jobs_user(config) if elsewhere is None else elsewhere.user
+        self.session = HarvestSession(rules_of(config, uid, user), self._mint)
         self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config)
         self._thread = OneThread("cluster")
-        self._engines = client.engines_user_of(config)
+        self._engines = client.engines_user_of(config) if elsewhere is None else elsewhere.engines
+        self._claims: Counter[int] = Counter()  # engines by run, as of the last decision
         self._keys = WorkerKeys(self._state_dir, router, self._engines)
         self._durable = Durable(
             ledger, lambda: cycle_timeout_s(self.config.cluster.fast_poll_interval_s), sources.clock
@@ -280,6 +291,7 @@ class Harvester:
             learned=learned,
             write=ledger.write,
             sources=sources,
+            called=elsewhere.name if elsewhere is not None else "",
         )
         self._pace = PollPace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
@@ -304,6 +316,28 @@ class Harvester:
         """Engines of our jobs that are registered now, and their GPUs: what is known of them between two polls of Slurm."""
         here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
+
+    def claimed(self) -> Counter[int]:
+        """Engines that it has, or decided to start, by run: other clusters start the rest. While its polls fail: those connected."""
+        if self._pace.failures < CLAIM_POLLS:
+            return self._claims
+        here = {life.intent_id for life in self._router.lives() if life.here}
+        return Counter(
+            one.intended.run_id for intent_id, one in self.tracker.intents.items() if intent_id in here
+        )
+
+    def _claim(self, actions: Sequence[Action]) -> None:
+        """Nothing is awaited between the demand that was decided on and this: two clusters never start engines for one and the same."""
+        leaving = {
+            one.intent_id for one in actions if isinstance(one, CancelPending | Cancel | DrainAllocated)
+        }
+        staying = [
+            job.run_id
+            for job in self.tracker.jobs({})
+            if job.drain_kind is DrainKind.NO and not job.standby and job.intent_id not in leaving
+        ]
+        coming = [one.run_id for one in actions if isinstance(one, Submit) and not one.standby]
+        self._claims = Counter(staying + coming)
 
     # ---------------------------------------------------------------- life
 
@@ -343,6 +377,7 @@ class Harvester:
                     )
                     self.tracker.revoke(intended.intent_id, DrainKind.DRAINING, error.cause, now)
         self._keys.drop_stale({job.intended.intent_id for job in jobs})
+        self._claim(())
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what `scavenger.daemon.reload` lets change live, from the next cycle on. Raises
@@ -446,6 +481,7 @@ class Harvester:
         decision = session.decide(
             view, demand, self._router.leases(), limits, config.harvest.min_expected_life, now
         )
+        self._claim(decision.actions)
         self.stop_state.decided(decision, now)
         try:
             await self._perform(session.perform(decision, demand, orphaned_jobs, self._clock()))
@@ -593,8 +629,12 @@ class Harvester:
     async def _submit(self, intent_id: str, action: Submit) -> int:
         """The key file is there before its job, and the key is let in before its worker comes."""
         assert self._poller.info is not None  # a job is submitted on a view
-        backend = self._poller.info.backend
-        spec = job_script.job_spec(self.config, self._template, backend, self.uid, intent_id, action)
+        if self._elsewhere is not None:
+            submit = partial(self._elsewhere.submit, self.uid, intent_id, action)
+        else:
+            backend = self._poller.info.backend
+            spec = job_script.job_spec(self.config, self._template, backend, self.uid, intent_id, action)
+            submit = partial(self.cluster.submit, spec)
         try:
             await self._thread.call(self._keys.write, intent_id)
         except OSError as error:
@@ -603,7 +643,7 @@ class Harvester:
             # Also no answer is a refusal: sbatch never ran, and there is no job to look for.
             raise ClusterError(f"its key cannot be written: {error.cause}", error.remedy) from error
         self._keys.allow(intent_id)
-        return await self._thread.call(self.cluster.submit, spec)
+        return await self._thread.call(submit)
 
     def _read_template(self, config: DaemonConfig) -> str:
         """The job template of this configuration. Raises `ConfigError` where no job could be made of it."""

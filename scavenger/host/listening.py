@@ -16,8 +16,10 @@ from scavenger.errors import ConfigError, ScavengerError
 ACCEPT_QUEUE = 4096
 #: Keys of scavenger.toml, for messages.
 ROUTER, METRICS = "daemon.listen and daemon.port", "prometheus.listen"
+CLUSTERS = "daemon.listen and daemon.clusters_port"
 _REMEDIES = {
     ROUTER: "end the program that has it (`ss -ltnp` names it), or choose another daemon.port (0 = the system gives one)",
+    CLUSTERS: "end the program that has it (`ss -ltnp` names it), or choose another daemon.clusters_port",
     METRICS: 'end the program that has it (`ss -ltnp` names it), or choose another port ("127.0.0.1:0" = the system gives one)',
 }
 

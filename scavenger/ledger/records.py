@@ -350,6 +350,7 @@ class JobIntended(Record, frozen=True):
     at: float
     pinned: str = ""
     nodes: int = 1
+    cluster: str = ""  # "" = the daemon's own
 
 
 class JobSubmitted(Record, frozen=True):
@@ -424,6 +425,7 @@ class ClusterPolled(Record, frozen=True):
     gpus_unusable: int
     jobs_pending_other_users: int
     at: float
+    cluster: str = ""
 
 
 class OtherUserWaits(Record, frozen=True):
@@ -436,6 +438,7 @@ class OtherUserWaits(Record, frozen=True):
     submitted_at: float
     eligible_at: float
     at: float
+    cluster: str = ""
 
 
 class OtherUserWaited(Record, frozen=True):
@@ -453,6 +456,7 @@ class OtherUserWaited(Record, frozen=True):
     harvested_gpus: int
     harvested_gpu_s: float
     at: float
+    cluster: str = ""
 
 
 class TrainingJobStarted(Record, frozen=True):

@@ -53,6 +53,16 @@ def _bytes(name: str, doc: str) -> Column[bytes]:
     return Column(name, LargeBinary, nullable=False, doc=doc)
 
 
+def _cluster() -> Column[str]:
+    return Column(
+        "cluster",
+        Text,
+        nullable=False,
+        server_default=sa.text("''"),
+        doc="The further cluster, as `scavenger keys cluster` named it; empty: the daemon's own. Slurm's job ids count within it.",
+    )
+
+
 def _row(meaning: str) -> dict[str, Any]:
     """What one row is."""
     return {"info": {"row": meaning}}
@@ -466,6 +476,7 @@ jobs = Table(
     _maybe_time("ended_at", "When it ended; null while it may run again."),
     _text("pinned", "The nodes that it was submitted for, joined by `,`; empty: Slurm chooses."),
     _int("nodes", "On how many nodes its engine runs.", server_default="1"),
+    _cluster(),
     Index("ix_jobs_ended", "ended_at"),
     Index("ix_jobs_job", "job_id"),
     **_row("one harvested Slurm job, from intent to end"),
@@ -519,6 +530,7 @@ cluster_polls = Table(
         "jobs_pending_other_users", "Other users' jobs that wait for GPUs of the harvest partition's nodes."
     ),
     _time("at", "When."),
+    _cluster(),
     Index("ix_cluster_polls_at", "at"),
     **_row("GPUs by owner at one poll of the cluster"),
 )
@@ -584,6 +596,7 @@ other_users_waits = Table(
     ),
     _int("harvested_gpus", "The most GPUs that we held on the nodes of its partitions meanwhile."),
     _time("harvested_gpu_s", "GPU-seconds that we held there meanwhile."),
+    _cluster(),
     Index("ix_other_users_waits_job", "job_id"),
     Index("ix_other_users_waits_ended", "ended_at"),
     **_row(

@@ -109,6 +109,8 @@ WRITE_S = 10.0
 LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
+#: Silence of a further cluster's harvester, of which the status speaks.
+LINK_S = 15.0
 BLIND = "nothing is harvested, as some users of the partition might not be able to preempt us."
 CANNOT_SEE_JOBS = "engines leave for jobs that are not seen only when Slurm preempts them."
 SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
@@ -144,6 +146,17 @@ class Harvest(msgspec.Struct, frozen=True):
     connected_gpus: int = 0
     polls_late: str = ""  # by how much polls are behind the promised interval, and why; "" = they are not
     nodes: tuple[fleet.NodeGpus, ...] = ()  # of the whole cluster, by name, at the last complete poll
+
+
+class ClusterNow(msgspec.Struct, frozen=True):
+    """A further cluster. `heard_at`: when its harvester last said anything (Unix s, 0 = never since the daemon began); `fault`: why
+    nothing is harvested there, "" = nothing is wrong; `harvest`: None until its harvester has dialled in once."""
+
+    name: str
+    heard_at: float
+    fault: str
+    revoked: bool
+    harvest: Harvest | None = None
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
@@ -221,6 +234,7 @@ class Status(msgspec.Struct, frozen=True):
     speculation: tuple[Speculation, ...] = ()  # of open runs whose engines verified a draft
     engines: tuple[fleet.EngineNow, ...] = ()  # of open runs, by id
     runs: tuple[fleet.RunNow, ...] = ()  # the open ones, by name
+    clusters: tuple[ClusterNow, ...] = ()  # further ones, by name
 
 
 def path(state_dir: Path) -> Path:
@@ -309,7 +323,8 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
     said[1:1] = [
-        *harvested(s, now, gone),
+        *harvested(s.harvest, s.at, now, gone),
+        *(line for one in s.clusters for line in further(one, s.at, now, gone)),
         *map(trains, s.training),
         *map(shares, s.gpu_memory),
         *map(paused, s.weights_pauses),
@@ -319,9 +334,24 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
     return list(map(printable, said))
 
 
-def harvested(status: Status, now: float, gone: str) -> list[str]:
-    """What it holds of the partition, whether it was stopped, and why it took no more. Pure. `gone` as `absent` says it."""
-    h = status.harvest
+def further(cluster: ClusterNow, at: float, now: float, gone: str) -> list[str]:
+    """Of a further cluster: its link, then as `harvested`. Pure."""
+    heard = f"heard {max(0.0, now - cluster.heard_at):.0f} s ago"
+    if not cluster.heard_at:
+        heard = "NOT HEARD since the daemon began"
+    elif at - cluster.heard_at > LINK_S:
+        heard = f"LINK DOWN, last {heard}: nothing is submitted or cancelled there until it is back"
+    said = [f"cluster   {cluster.name}: {heard}"]
+    if cluster.revoked:
+        said.append("          REVOKED: the key of its harvester was removed; its engines leave")
+    if cluster.fault:
+        said.append(f"          AT FAULT: {cluster.fault}")
+    return said + [f"  {line}" for line in harvested(cluster.harvest, at, now, gone)]
+
+
+def harvested(h: Harvest | None, at: float, now: float, gone: str) -> list[str]:
+    """What it holds of the partition, whether it was stopped, and why it took no more. Pure. `at`: of the status; `gone` as `absent` says
+    it."""
     if h is None:
         return []
     had = "held" if gone else "holds" if h.engines == 1 else "hold"
@@ -342,7 +372,7 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
             if h.seen_at
             else "as the ledger has it, before the first poll"
         )
-        since = f"{max(0.0, now - status.at):.0f} s ago"
+        since = f"{max(0.0, now - at):.0f} s ago"
         held = (
             f"{amount(h.engines, 'engine')} held {amount(h.gpus, 'GPU')} {polled}; "
             + f"connected {since}: {amount(h.connected, 'engine')} on {amount(h.connected_gpus, 'GPU')}"

@@ -13,7 +13,7 @@ Owns the rules and the state they need from one step to the next. Knows nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scavenger.policy.forecast.survival import SurvivalCurve, settle_s
@@ -247,6 +247,20 @@ class Demand:
     def gpus(self) -> int:
         """Of one engine, on all of its nodes."""
         return self.gpus_per_engine * self.nodes_per_engine
+
+
+def without(demand: Sequence[Demand], elsewhere: Mapping[int, int]) -> list[Demand]:
+    """The demand, less the engines that each run has on other clusters. Pure."""
+    return [
+        replace(
+            want,
+            engines=max(0, want.engines - there),
+            reason=f"{want.reason}; {there} of {want.engines} are on other clusters",
+        )
+        if (there := min(want.engines, elsewhere.get(want.run_id, 0)))
+        else want
+        for want in demand
+    ]
 
 
 def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | None]) -> list[Demand]:

@@ -11,6 +11,8 @@ leave these files: not into argv, environment, comments, scripts or logs.
     keys/suspended/NAME    is there while no key of that owner is in force, because the user is not admitted any more
     keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first, with when it came (Unix
                            seconds; releases before did not say); "was KEY CAME WENT": not any more
+    keys/clusters/NAME.pub public key of the harvester of a further cluster (`scavenger keys cluster`)
+    clusters/NAME/workers  the same as `workers`, of jobs on a further cluster
     workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
 
 An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: the holder of a newer one owns them.
@@ -41,6 +43,8 @@ _MOST_BYTES = 16 * 1024
 RETIRED_KEPT = 32
 #: A Unix user's name, as directories have them too; it becomes a file's.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
+#: A further cluster's: a folder of the state directory, and a column of the ledger.
+CLUSTER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -68,7 +72,7 @@ class OwnerKey(msgspec.Struct, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | guest | worker.
+    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | guest | cluster | worker.
 
     `since`: Unix seconds, 0 = not known.
     """
@@ -89,6 +93,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     pid: int
     host: str
     uid: str = ""  # of the generation: a number may be used again after an older ledger was restored
+    clusters: str = ""  # where harvesters of further clusters dial in; "" = none may
 
 
 def generate(run: str = "", intent: str = "") -> KeyPair:
@@ -396,6 +401,54 @@ def invite_guest(state_dir: Path, name: str, run: str, out: Path) -> KeyPair:
     return pair
 
 
+# ---------------------------------------------------------------- harvesters of further clusters
+
+
+def _cluster_path(state_dir: Path, name: str) -> Path:
+    if not CLUSTER_NAME.fullmatch(name):
+        raise AuthError(
+            f"{name!r} cannot name a cluster", "use lower-case letters, digits and '-', 32 at most"
+        )
+    return state_dir / "keys" / "clusters" / f"{name}.pub"
+
+
+def cluster_dir(state_dir: Path, name: str) -> Path:
+    """What the daemon keeps of a further cluster: keys of its engines, its limits, whether its admin stopped harvesting."""
+    return state_dir / "clusters" / name
+
+
+def admit_cluster(state_dir: Path, name: str, out: Path) -> KeyPair:
+    """A fresh pair for the harvester of a further cluster, written to the new file `out`. Its public half is kept; removing
+    `keys/clusters/NAME.pub` revokes it, and the same name again replaces it. Where `out` cannot be written, or exists, nothing changes:
+    raises `AuthError`.
+    """
+    path, pair = _cluster_path(state_dir, name), generate()
+    _write_new(out, msgspec.json.encode(pair))
+    try:
+        write_private(path, f"{pair.public}\n".encode())
+    except BaseException:
+        out.unlink(missing_ok=True)  # a key that nobody accepts
+        raise
+    return pair
+
+
+def cluster_keys(state_dir: Path, report: Report | None = None) -> dict[str, str]:
+    """The public key of each further cluster's harvester, by the cluster's name. `report` as in `owner_keys`."""
+    found: dict[str, str] = {}
+    for path in sorted((state_dir / "keys" / "clusters").glob("*.pub")):
+        try:
+            public = read_private(path).decode("ascii", "replace").strip()
+            if len(public) != Z85_KEY_LENGTH or not CLUSTER_NAME.fullmatch(path.stem):
+                raise AuthError(f"{path} is no cluster's file", "make it again: `scavenger keys cluster`")
+            found[path.stem] = public
+        except AuthError as error:
+            if report is None:
+                raise
+            if path.exists():  # else it was removed just now
+                report(path.stem, error)
+    return found
+
+
 def _write_new(path: Path, data: bytes) -> None:
     """A file of mode 0600 that was not there. Raises `AuthError`."""
     try:
@@ -584,7 +637,11 @@ def listed(state_dir: Path) -> list[Listed]:
         )
         for name, pair in guest_keys(state_dir).items()
     ]
-    for file in sorted((state_dir / "workers").glob("*.key")):
+    found += [
+        Listed("cluster", name, public, _cluster_path(state_dir, name).stat().st_mtime, "accepted")
+        for name, public in cluster_keys(state_dir).items()
+    ]
+    for file in sorted((*state_dir.glob("workers/*.key"), *state_dir.glob("clusters/*/workers/*.key"))):
         try:
             pair, since = read_keypair(file), file.stat().st_mtime
         except (AuthError, FileNotFoundError):

@@ -175,8 +175,9 @@ WHERE workers.worker_id = :p_worker_id;
 
 -- JobIntended
 INSERT INTO jobs (intent_id, run_id, partition, gpus, worker_key, intended_at, job_id, last_state, flags, reason, node,
-    restart_count, pinned, nodes)
-VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned, :p_nodes);
+    restart_count, pinned, nodes, cluster)
+VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned, :p_nodes,
+    :p_cluster);
 
 -- JobSubmitted
 UPDATE jobs
@@ -212,21 +213,21 @@ WHERE gpu_allocations.intent_id = :p_intent_id AND gpu_allocations.restart_count
 
 -- ClusterPolled
 INSERT INTO cluster_polls (gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable,
-    jobs_pending_other_users, at)
+    jobs_pending_other_users, at, cluster)
 VALUES (:p_gpus_idle, :p_gpus_harvested, :p_gpus_other_users, :p_gpus_reserved, :p_gpus_unusable,
-    :p_jobs_pending_other_users, :p_at);
+    :p_jobs_pending_other_users, :p_at, :p_cluster);
 
 -- OtherUserWaits
 INSERT INTO other_users_waits (job_id, user_name, partition, gpus, submitted_at, eligible_at, seen_at, outcome,
-    harvested_gpus, harvested_gpu_s)
-VALUES (:p_job_id, :p_user_name, :p_partition, :p_gpus, :p_submitted_at, :p_eligible_at, :p_at, '', 0, 0.0);
+    harvested_gpus, harvested_gpu_s, cluster)
+VALUES (:p_job_id, :p_user_name, :p_partition, :p_gpus, :p_submitted_at, :p_eligible_at, :p_at, '', 0, 0.0, :p_cluster);
 
 -- OtherUserWaited
 UPDATE other_users_waits
 SET started_at=:p_started_at, ended_at=:p_at, outcome=:p_outcome, harvested_gpus=:p_harvested_gpus,
     harvested_gpu_s=:p_harvested_gpu_s
 WHERE other_users_waits.job_id = :p_job_id AND other_users_waits.submitted_at = :p_submitted_at AND
-    other_users_waits.ended_at IS NULL;
+    other_users_waits.cluster = :p_cluster AND other_users_waits.ended_at IS NULL;
 
 -- TrainingJobStarted
 INSERT INTO training_jobs (run_id, job_id, user_name, nodes, gpus, started_at)

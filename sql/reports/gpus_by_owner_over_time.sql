@@ -5,6 +5,6 @@ newest AS (
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
 SELECT round(CAST(at AS numeric), 1) AS at_unix_s, gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable,
-       jobs_pending_other_users
+       jobs_pending_other_users, cluster
 FROM newest
 ORDER BY id;

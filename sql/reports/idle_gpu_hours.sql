@@ -3,7 +3,7 @@
 -- decided on it; the newest counts up to the ledger's last commit. A poll counts for 300 s at most, as in other_users_waiting; the
 -- time after that is "not observed", with the GPUs idle as last seen. `code` is of scavenger/harvest/decide/actions.py:Code.
 WITH polls AS (
-    SELECT at, day, gpus_idle, COALESCE(lead(at) OVER (ORDER BY at, id), (SELECT unix_s FROM v_now)) AS next_at FROM v_cluster_polls
+    SELECT at, day, gpus_idle, COALESCE(lead(at) OVER (PARTITION BY cluster ORDER BY at, id), (SELECT unix_s FROM v_now)) AS next_at FROM v_cluster_polls
 ),
 seen AS (
     SELECT at, day, gpus_idle, next_at, CASE WHEN next_at - at > 300 THEN at + 300 ELSE next_at END AS until FROM polls

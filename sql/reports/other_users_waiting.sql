@@ -3,7 +3,7 @@
 -- idle_gpu_hours; the time after that is "not observed". A job
 -- that Slurm's preemption is about to start waits too, so hours count here, not seconds.
 WITH seen AS (
-    SELECT day, at, gpus_harvested, jobs_pending_other_users, COALESCE(lead(at) OVER (ORDER BY at, id), (SELECT unix_s FROM v_now)) AS until
+    SELECT day, at, gpus_harvested, jobs_pending_other_users, COALESCE(lead(at) OVER (PARTITION BY cluster ORDER BY at, id), (SELECT unix_s FROM v_now)) AS until
     FROM v_cluster_polls
 ),
 spells AS (

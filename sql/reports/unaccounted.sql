@@ -2,20 +2,23 @@
 -- A poll of the whole cluster is a row of cluster_polls: what happened between two polls is known to within one polling interval. An
 -- engine that was asked to leave may say so up to a minute after its job began to end (Slurm's KillWait). Jobs that end are settled when
 -- they are seen to have ended, so a row may also be of a moment that is not over yet: ask again after the next poll.
-WITH polled AS (
+WITH held AS ( -- job ids count within a cluster
+    SELECT h.*, COALESCE(j.cluster, '') AS cluster FROM v_gpu_allocations h LEFT JOIN v_jobs j ON j.intent_id = h.intent_id
+),
+polled AS (
     SELECT h.intent_id, h.restart_count, h.started_at, h.ended_at,
-           COALESCE((SELECT min(c.at) FROM v_cluster_polls c WHERE c.at >= h.started_at)
-                    - (SELECT max(c.at) FROM v_cluster_polls c WHERE c.at < h.started_at), 60.0) AS start_poll_s,
-           COALESCE((SELECT min(c.at) FROM v_cluster_polls c WHERE c.at >= h.ended_at)
-                    - (SELECT max(c.at) FROM v_cluster_polls c WHERE c.at < h.ended_at), 60.0) AS end_poll_s
-    FROM v_gpu_allocations h
+           COALESCE((SELECT min(c.at) FROM v_cluster_polls c WHERE c.cluster = h.cluster AND c.at >= h.started_at)
+                    - (SELECT max(c.at) FROM v_cluster_polls c WHERE c.cluster = h.cluster AND c.at < h.started_at), 60.0) AS start_poll_s,
+           COALESCE((SELECT min(c.at) FROM v_cluster_polls c WHERE c.cluster = h.cluster AND c.at >= h.ended_at)
+                    - (SELECT max(c.at) FROM v_cluster_polls c WHERE c.cluster = h.cluster AND c.at < h.ended_at), 60.0) AS end_poll_s
+    FROM held h
 ),
 in_order AS (
     SELECT h.intent_id, h.job_id, h.restart_count, h.started_at, h.ended_at,
-           lag(h.restart_count) OVER (PARTITION BY h.job_id ORDER BY h.started_at, h.restart_count) AS before_count,
-           lag(h.started_at) OVER (PARTITION BY h.job_id ORDER BY h.started_at, h.restart_count) AS before_start,
-           lag(h.ended_at) OVER (PARTITION BY h.job_id ORDER BY h.started_at, h.restart_count) AS before_end
-    FROM v_gpu_allocations h
+           lag(h.restart_count) OVER (PARTITION BY h.cluster, h.job_id ORDER BY h.started_at, h.restart_count) AS before_count,
+           lag(h.started_at) OVER (PARTITION BY h.cluster, h.job_id ORDER BY h.started_at, h.restart_count) AS before_start,
+           lag(h.ended_at) OVER (PARTITION BY h.cluster, h.job_id ORDER BY h.started_at, h.restart_count) AS before_end
+    FROM held h
     WHERE h.job_id > 0
 )
 SELECT 'an engine without an allocation' AS problem, w.run_id, w.intent_id,

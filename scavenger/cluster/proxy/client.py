@@ -14,7 +14,9 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from scavenger.cluster import framing, port
 from scavenger.cluster.error_kind import ErrorKind
@@ -34,6 +36,17 @@ COMMANDS = 5
 RECONNECT_S = 0.05
 
 
+class Line(Protocol):
+    """Somebody who asks Slurm for the daemon, and is asked one thing at a time."""
+
+    @property
+    def rpc(self) -> RpcCounter: ...
+
+    def ask(self, request: wire.Request, kind: type[R]) -> R:
+        """Raises `ClusterError` as `port.Cluster` does."""
+        ...
+
+
 class ProxyLine:
     """A socket's client. `user`: of the process that listens there.
 
@@ -47,26 +60,7 @@ class ProxyLine:
 
     def ask(self, request: wire.Request, kind: type[R]) -> R:
         """Raises `ClusterError` as `port.Cluster` does."""
-        answer, most = self._exchange(request), wire.most_rpc(request)
-        known = answer.rpc.keys() <= port.REQUESTS
-        if known and all(0 <= count <= most for count in answer.rpc.values()):  # polls are paced by it
-            self.rpc.add(answer.rpc)
-        reply = answer.reply
-        if isinstance(reply, kind):
-            return reply
-        if not isinstance(reply, wire.FailedReply):
-            raise ClusterUnavailable(
-                f"{self._who} replies {type(reply).__name__} to {type(request).__name__}"
-            )
-        if reply.kind == "unknown":
-            raise SubmitUnknown(reply.cause)
-        if reply.kind == "busy":
-            raise _not_done(request, f"{self._who} did not take the request: {reply.cause}", reply.remedy)
-        if reply.kind == "unavailable":
-            raise ClusterUnavailable(
-                reply.cause, reply.remedy, error_kind=reply.error_kind or ErrorKind.BACKEND
-            )
-        raise ClusterError(reply.cause, reply.remedy)
+        return reply_in(self._exchange(request), request, kind, self._who, self.rpc)
 
     @property
     def _who(self) -> str:
@@ -115,7 +109,29 @@ class ProxyLine:
             )
 
 
-def _not_done(request: wire.Request, cause: str, remedy: str) -> ClusterError:
+def reply_in(
+    answer: wire.ProxyAnswer, request: msgspec.Struct, kind: type[R], who: str, rpc: RpcCounter
+) -> R:
+    """The reply, or the error that it tells; what it cost Slurm is added to `rpc`. Raises `ClusterError` as `port.Cluster` does."""
+    most = wire.most_rpc(request)
+    known = answer.rpc.keys() <= port.REQUESTS
+    if known and all(0 <= count <= most for count in answer.rpc.values()):  # polls are paced by it
+        rpc.add(answer.rpc)
+    reply = answer.reply
+    if isinstance(reply, kind):
+        return reply
+    if not isinstance(reply, wire.FailedReply):
+        raise ClusterUnavailable(f"{who} replies {type(reply).__name__} to {type(request).__name__}")
+    if reply.kind == "unknown":
+        raise SubmitUnknown(reply.cause)
+    if reply.kind == "busy":
+        raise _not_done(request, f"{who} did not take the request: {reply.cause}", reply.remedy)
+    if reply.kind == "unavailable":
+        raise ClusterUnavailable(reply.cause, reply.remedy, error_kind=reply.error_kind or ErrorKind.BACKEND)
+    raise ClusterError(reply.cause, reply.remedy)
+
+
+def _not_done(request: msgspec.Struct, cause: str, remedy: str) -> ClusterError:
     """Of a request that did nothing. A submission is refused then: there is no job to look for."""
     if isinstance(request, wire.SubmitJob):
         return ClusterError(cause, remedy)
@@ -125,7 +141,7 @@ def _not_done(request: wire.Request, cause: str, remedy: str) -> ClusterError:
 class EnginesUser:
     """The engines' user, by its process: what lies in its folder."""
 
-    def __init__(self, line: ProxyLine, folder: Path) -> None:
+    def __init__(self, line: Line, folder: Path) -> None:
         self._line, self._folder = line, folder
 
     def put_key(self, pair: keys.KeyPair) -> None:

@@ -122,7 +122,7 @@ class ProxyAnswer(msgspec.Struct, frozen=True):
     rpc: dict[str, int] = {}
 
 
-def most_rpc(request: Request) -> int:
+def most_rpc(request: msgspec.Struct) -> int:
     """The bound of each count in a reply to it. Pure."""
     return MOST_RPC + (len(request.job_ids) if isinstance(request, CancelJobs) else 0)
 

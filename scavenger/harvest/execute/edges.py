@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from scavenger.cluster.proxy.client import EnginesUser
+from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
@@ -55,6 +56,17 @@ class RouterLink:
     unregister: Callable[[str], None]
     lives: Callable[[], Sequence[WorkerLife]] = tuple
     condemned: Callable[[], Sequence[CondemnedEngine]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What is different where the jobs are on a further cluster (`harvest.further`). `name`: the cluster's; `user`: its jobs'. `engines`:
+    what lies in their folder there. `submit`: a job for an engine that was decided, by the ledger's uid and the intent; blocks."""
+
+    name: str
+    user: str
+    engines: EnginesUser
+    submit: Callable[[str, str, Submit], int]
 
 
 @dataclass(frozen=True, slots=True)

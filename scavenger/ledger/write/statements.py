@@ -436,7 +436,7 @@ KINDS: dict[type[Record], Kind] = {
     r.JobIntended: _kind(
         _insert(
             t.jobs,
-            **_fields("intent_id run_id partition gpus worker_key pinned nodes"),
+            **_fields("intent_id run_id partition gpus worker_key pinned nodes cluster"),
             intended_at=":at",
             job_id=0,
             last_state="",
@@ -504,7 +504,7 @@ KINDS: dict[type[Record], Kind] = {
         _insert(
             t.cluster_polls,
             **_fields(
-                "gpus_idle gpus_harvested gpus_other_users gpus_reserved gpus_unusable jobs_pending_other_users at"
+                "gpus_idle gpus_harvested gpus_other_users gpus_reserved gpus_unusable jobs_pending_other_users at cluster"
             ),
         ),
         creates="cluster_polls",
@@ -513,7 +513,7 @@ KINDS: dict[type[Record], Kind] = {
     r.OtherUserWaits: _kind(
         _insert(
             t.other_users_waits,
-            **_fields("job_id user_name partition gpus submitted_at eligible_at"),
+            **_fields("job_id user_name partition gpus submitted_at eligible_at cluster"),
             seen_at=":at",
             outcome="",
             harvested_gpus=0,
@@ -525,7 +525,7 @@ KINDS: dict[type[Record], Kind] = {
     r.OtherUserWaited: _kind(
         _end_open(
             t.other_users_waits,
-            "job_id submitted_at",
+            "job_id submitted_at cluster",
             **_fields("outcome started_at harvested_gpus harvested_gpu_s"),
             ended_at=":at",
         ),

@@ -1,4 +1,4 @@
-"""Who waited while we held GPUs, training jobs' own GPUs, nodes that failed, experts of tokens, agents' episodes, times for people.
+"""Who waited while we held GPUs, training jobs' own GPUs, failed nodes, experts of tokens, agents' episodes, clusters, times for people.
 
 Every view gets, for each of its times in Unix seconds, a column of the same name and `_utc` ('2026-09-21 14:13:29', cut to the
 second). They come last, so that PostgreSQL puts each view in its place and the grants stay; SQLite has no grants.
@@ -177,7 +177,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     ),
     "v_jobs": (
         "intent_id, run_id, partition, gpus, intended_at, job_id, submitted_at, last_state, flags, reason, node, restart_count,"
-        " observed_at, ended_at, pinned, nodes",
+        " observed_at, ended_at, pinned, nodes, cluster",
         "jobs",
         "intended_at submitted_at observed_at ended_at",
     ),
@@ -192,7 +192,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "started_at ended_at",
     ),
     "v_cluster_polls": (
-        f"id, gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable, jobs_pending_other_users, at, {_DAY}",
+        f"id, gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable, jobs_pending_other_users, at, {_DAY}, cluster",
         "cluster_polls",
         "at",
     ),
@@ -202,7 +202,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     # New ones.
     "v_other_users_waits": (
         "id, job_id, user_name, partition, gpus, submitted_at, eligible_at, seen_at, started_at, ended_at, outcome, harvested_gpus,"
-        " harvested_gpu_s",
+        " harvested_gpu_s, cluster",
         "other_users_waits",
         "submitted_at eligible_at seen_at started_at ended_at",
     ),
@@ -326,6 +326,8 @@ def upgrade() -> None:
     for index, (table, names) in INDEXES.items():
         op.create_index(index, table, names.split())
     op.add_column("jobs", sa.Column("nodes", INT, nullable=False, server_default="1"))
+    for table in ("jobs", "cluster_polls", "other_users_waits"):
+        op.add_column(table, sa.Column("cluster", sa.Text(), nullable=False, server_default=sa.text("''")))
     op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
     for view, (columns, table, times) in VIEWS.items():
         if dialect == "sqlite":

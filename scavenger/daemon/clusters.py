@@ -1,0 +1,346 @@
+"""Further clusters of one daemon: a `Harvester` for each, whose commands a process there carries out (`harvest.further`).
+
+    harvester's process --Ready--> ClusterLink --> this: limits.json, drain, drained-nodes in <state_dir>/clusters/NAME --> Harvester
+                                                   records to the ledger, with the cluster's name; demand, less what others have
+
+Owns which of them there are, what is remembered of each while its link is down (its limits, what its admin ordered), and how their records
+and nodes are told from those of the daemon's own cluster. A cluster whose key was removed loses its engines. A fault of one cluster is
+logged, said in `scavenger status`, and ends neither the daemon nor the others. Decides nothing about jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+from blake3 import blake3
+from pydantic import ValidationError
+
+from scavenger.cluster import job_logs
+from scavenger.cluster.proxy.client import EnginesUser
+from scavenger.config import ClusterSection, DaemonConfig, HarvestSection
+from scavenger.errors import ClusterError, ConfigError
+from scavenger.harvest import limits as harvest_limits
+from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
+from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
+from scavenger.harvest.harvester import Harvester
+from scavenger.ledger import records as rec
+from scavenger.observe import status
+from scavenger.protocol import keys
+
+log = structlog.get_logger()
+
+#: How often links are looked at, and after which a cluster whose harvester ended with a fault is tried again (s).
+LOOK_S = 0.5
+RETRY_S = 30.0
+#: One request may take so many of its commands.
+COMMANDS = 6
+LIMITS = "limits.json"
+#: Between a cluster's name and its node's, where the ledger has nodes alone: no name of either has it.
+OF = "/"
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """What a cluster's harvester said last of its limits. `limits`: as `further.messages.Ready` has them."""
+
+    user: str
+    limits: str
+
+
+@dataclass(slots=True)
+class Further:
+    """One further cluster."""
+
+    name: str
+    harvester: Harvester
+    told: Remembered
+    line: LinkLine
+    fault: str = ""
+    task: asyncio.Task[None] | None = None
+    logs: asyncio.Task[None] | None = None
+    retry_at: float = 0.0
+
+
+def tagged(records: Sequence[rec.Record], cluster: str) -> list[rec.Record]:
+    """Records of one cluster's harvester, as the ledger has them beside those of others. Pure."""
+    return [_tagged(record, cluster) for record in records]
+
+
+def _tagged(record: rec.Record, cluster: str) -> rec.Record:
+    match record:
+        case rec.JobIntended() | rec.ClusterPolled() | rec.OtherUserWaits() | rec.OtherUserWaited():
+            return msgspec.structs.replace(record, cluster=cluster)
+        case rec.NodeQuarantined() | rec.NodeReleased():
+            return msgspec.structs.replace(record, node=f"{cluster}{OF}{record.node}")
+    return record
+
+
+def of_cluster(snapshot: rec.Snapshot, name: str) -> rec.Snapshot:
+    """What of a snapshot is one cluster's; "" = the daemon's own. Pure."""
+    marked = f"{name}{OF}" if name else ""
+    nodes = [node for node in snapshot.quarantined if node.startswith(marked) and (name or OF not in node)]
+    return msgspec.structs.replace(
+        snapshot,
+        jobs=tuple(job for job in snapshot.jobs if job.intended.cluster == name),
+        waits=tuple(one for one in snapshot.waits if one.cluster == name),
+        quarantined=tuple(node.removeprefix(marked) for node in nodes),
+    )
+
+
+def config_of(own: DaemonConfig, name: str, told: Remembered) -> DaemonConfig:
+    """The daemon's configuration with what a further cluster says of [cluster] and [harvest], and nothing of its own there. Raises
+    `ConfigError`. Pure."""
+    try:
+        sections = msgspec.json.decode(told.limits)
+        cluster = ClusterSection.model_validate(sections["cluster"])
+        harvest = HarvestSection.model_validate_json(msgspec.json.encode(sections["harvest"]))
+    except (msgspec.DecodeError, ValidationError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the limits of cluster {name} cannot be read: {error}",
+            "run the same release of scavenger there and here",
+        ) from error
+    paths = {"job_template": None, "stop_file": own.daemon.state_dir / harvest_limits.DRAIN}
+    folder = keys.cluster_dir(own.daemon.state_dir, name)
+    return own.model_copy(
+        update={
+            "daemon": own.daemon.model_copy(update={"state_dir": folder}),
+            "cluster": cluster,
+            "harvest": harvest.model_copy(update={"enabled": True, **paths}),
+        }
+    )
+
+
+class FurtherClusters:
+    """See the module. `admitted`: public key -> cluster, as the key files say now. `router`: given the demand that is left for a cluster.
+    `own`: the harvester of the daemon's own cluster, None where it harvests nothing there. Used on the event loop alone."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        pair: keys.KeyPair,
+        uid: str,
+        ledger: LedgerWrites,
+        router: Callable[[str], RouterLink],
+        clock: Callable[[], float],
+        admitted: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._config, self._uid, self._ledger, self._router = config, uid, ledger, router
+        self._clock, self._admitted = clock, admitted
+        self._changed = asyncio.Event()
+        self.own: Harvester | None = None
+        self.clusters: dict[str, Further] = {}
+        self._faults: dict[str, str] = {}  # of those that have no harvester yet
+        self._mirrored: dict[str, tuple[str, dict[str, str]]] = {}
+        loop = asyncio.get_running_loop()
+
+        def heard(_name: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._changed.set)
+
+        self.link = ClusterLink(pair, heard=heard)
+        self.link.admit(admitted())
+
+    # ---------------------------------------------------------------- life
+
+    def restore(self, snapshot: rec.Snapshot) -> None:
+        """Take over the jobs of clusters that are known from before, their links up or not. Call before `run`."""
+        folder = self._config.daemon.state_dir / "clusters"
+        for path in sorted(folder.glob(f"*/{LIMITS}")):
+            name = path.parent.name
+            try:
+                told = msgspec.json.decode(keys.read_private(path), type=Remembered)
+                self._add(name, told, of_cluster(snapshot, name))
+            except (OSError, msgspec.DecodeError, ConfigError) as error:
+                self._faulty(name, str(error))
+        lost = {job.intended.cluster for job in snapshot.jobs} - {"", *self.clusters}
+        for name in sorted(lost):
+            self._faulty(name, f"the ledger has jobs there, and {folder / name / LIMITS} is gone")
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Follow the links until `stop` is set. Raises what ends the daemon: `Fenced`, a bug."""
+        try:
+            while not stop.is_set():
+                self._changed.clear()
+                self.link.admit(self._admitted())
+                for name in sorted({*self._admitted().values(), *self.clusters}):
+                    await self._follow(name, stop)
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait({changed}, timeout=LOOK_S)
+                changed.cancel()
+        finally:
+            tasks = [task for one in self.clusters.values() for task in (one.task, one.logs) if task]
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    async def shutdown(self, cancel: bool) -> None:
+        """Stop. Jobs stay for the next daemon unless `cancel`."""
+        await asyncio.gather(*(one.harvester.shutdown(cancel) for one in self.clusters.values()))
+
+    def close(self) -> None:
+        self.link.close()
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Go on with what may change live of the daemon's own file. Raises `ConfigError`."""
+        self._config = config
+        for one in self.clusters.values():
+            one.harvester.reconfigure(config_of(config, one.name, one.told))
+
+    # ---------------------------------------------------------------- one cluster
+
+    async def _follow(self, name: str, stop: asyncio.Event) -> None:
+        ready, _age_s = self.link.ready(name)
+        revoked = name not in self._admitted().values()
+        try:
+            if ready is not None and not revoked:
+                told = Remembered(ready.user, ready.limits.decode("utf-8", "replace"))
+                await self._obey(name, told)
+            if revoked:
+                await self._mirror(name, "drain the key of its harvester was removed", {})
+            elif ready is not None:
+                await self._mirror(name, ready.stop, ready.drained)
+        except (OSError, ConfigError) as error:
+            self._faulty(name, str(error))
+        if (one := self.clusters.get(name)) is not None:
+            self._keep_running(one, stop)
+
+    async def _obey(self, name: str, told: Remembered) -> None:
+        """Raises `ConfigError`, `OSError`; then what was in force stays."""
+        one = self.clusters.get(name)
+        if one is not None and one.told == told:
+            return
+        if one is None:
+            config_of(self._config, name, told)
+            await asyncio.to_thread(self._remember, name, told)
+            self._add(name, told, None)
+            return
+        if told.user != one.told.user:
+            raise ConfigError(
+                f"jobs of cluster {name} would be user {told.user}'s, and were {one.told.user}'s",
+                "run its harvester as the user that it was; else restart the daemon without its jobs",
+            )
+        one.harvester.reconfigure(config_of(self._config, name, told))
+        await asyncio.to_thread(self._remember, name, told)
+        one.told, one.fault = told, ""
+
+    def _remember(self, name: str, told: Remembered) -> None:
+        folder = keys.cluster_dir(self._config.daemon.state_dir, name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys.write_private(folder / LIMITS, msgspec.json.encode(told))
+
+    def _add(self, name: str, told: Remembered, snapshot: rec.Snapshot | None) -> None:
+        """Raises `ConfigError`."""
+        config = config_of(self._config, name, told)
+        line = LinkLine(self.link, name, COMMANDS * config.cluster.command_timeout_s)
+        cluster = LinkedCluster(line)
+
+        async def commit(records: Sequence[rec.Record]) -> None:
+            await self._ledger.commit(tagged(records, name))
+
+        def write(records: Sequence[rec.Record]) -> object:
+            return self._ledger.write(tagged(records, name))
+
+        harvester = Harvester(
+            config,
+            cluster,
+            uid_of(self._uid, name),
+            LedgerWrites(commit, write),
+            self._router(name),
+            Sources(self._clock),
+            elsewhere=Elsewhere(
+                name, told.user, EnginesUser(line, config.daemon.state_dir), cluster.submit_engine
+            ),
+        )
+        if snapshot is not None:
+            harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
+        self.clusters[name] = Further(name, harvester, told, line)
+        self._faults.pop(name, None)
+        log.info("further cluster", cluster=name, partition=config.harvest.partition, user=told.user)
+
+    def _keep_running(self, one: Further, stop: asyncio.Event) -> None:
+        """Its harvester runs; where it ended with a fault of its cluster it is tried again. Raises any other fault."""
+        if one.task is not None and one.task.done() and not stop.is_set():
+            error, one.task = one.task.exception(), None
+            if not isinstance(error, ClusterError | ConfigError):
+                raise error or RuntimeError(f"the harvester of cluster {one.name} ended")
+            self._faulty(one.name, str(error))
+            one.retry_at = self._clock() + RETRY_S
+        if one.task is None and self._clock() >= one.retry_at and self.link.ready(one.name)[0] is not None:
+            one.task = asyncio.create_task(one.harvester.run(stop))
+        elif one.task is not None and one.harvester.view is not None:
+            one.fault = ""
+        if one.logs is None:
+            tracked = one.harvester.tracker.intents
+            one.logs = asyncio.create_task(
+                job_logs.watch(one.harvester.bound_logs, lambda: tracked.keys(), stop)
+            )
+
+    async def _mirror(self, name: str, stop: str, drained: Mapping[str, str]) -> None:
+        """What its admin ordered there lies in files here, where its harvester reads it, and stays in force while the link is down."""
+        said = (stop, dict(drained))
+        if self._mirrored.get(name) != said:
+            await asyncio.to_thread(_write_orders, self._config.daemon.state_dir, name, *said)
+            self._mirrored[name] = said
+
+    def _faulty(self, name: str, why: str) -> None:
+        one = self.clusters.get(name)
+        if (self._faults.get(name) if one is None else one.fault) != why:
+            log.error("a further cluster is at fault", cluster=name, reason=why)
+        if one is None:
+            self._faults[name] = why
+        else:
+            one.fault = why
+
+    # ---------------------------------------------------------------- what others ask of it
+
+    def elsewhere(self, name: str) -> Counter[int]:
+        """Engines by run that other clusters than this one have; "" = the daemon's own."""
+        found: Counter[int] = Counter()
+        for other, harvester in (("", self.own), *((o.name, o.harvester) for o in self.clusters.values())):
+            if harvester is not None and other != name:
+                found += harvester.claimed()
+        return found
+
+    def status(self, now: float) -> tuple[status.ClusterNow, ...]:
+        shown = []
+        for name in sorted({*self._admitted().values(), *self.clusters, *self._faults}):
+            ready, age_s = self.link.ready(name)
+            one = self.clusters.get(name)
+            shown.append(
+                status.ClusterNow(
+                    name,
+                    heard_at=now - age_s if ready is not None else 0.0,
+                    fault=self._faults.get(name, "") if one is None else one.fault,
+                    revoked=name not in self._admitted().values(),
+                    harvest=status.take(one.harvester, now) if one is not None else None,
+                )
+            )
+        return tuple(shown)
+
+
+def uid_of(uid: str, name: str) -> str:
+    """By what the daemon's jobs are known on a further cluster: a job of one is never taken for another's, were both one Slurm."""
+    return blake3(f"{uid}:{name}".encode()).hexdigest()[:8]
+
+
+def _write_orders(state_dir: Path, name: str, stop: str, drained: Mapping[str, str]) -> None:
+    """Raises `OSError`."""
+    folder = keys.cluster_dir(state_dir, name)
+    word, _, reason = stop.partition(" ")
+    if stop:
+        harvest_limits.drain(folder, reason, at_once=word == "now")
+    else:
+        harvest_limits.resume(folder)
+    for node, why in drained.items():
+        harvest_limits.drain_node(folder, node, why)
+    with contextlib.suppress(FileNotFoundError):
+        for node in set(os.listdir(folder / harvest_limits.DRAINED_NODES)) - drained.keys():
+            (folder / harvest_limits.DRAINED_NODES / node).unlink(missing_ok=True)

@@ -1,0 +1,402 @@
+"""The daemon's end of the links to further clusters: a ROUTER socket of its own under CURVE, in a thread of its own, and who asks over it.
+
+    harvester's process --dials in--> ClusterLink <--ask-- LinkLine <-- LinkedCluster, EnginesUser <-- the daemon's Harvester
+
+Owns the socket, whose key is which cluster's, one request at a time for each cluster, and what a request that got no answer counts as.
+A harvester that is not heard is a Slurm that does not answer: `ClusterUnavailable`. A submission whose answer is missing may have taken
+place, `SubmitUnknown`; one that was not sent, or not carried out, did not. What a harvester says is typed and bounded, and else dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from scavenger.cluster.error_kind import ErrorKind
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
+from scavenger.cluster.port import RpcCounter
+from scavenger.cluster.proxy import client
+from scavenger.cluster.proxy import messages as proxy
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, SubmitUnknown
+from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.further import messages as wire
+from scavenger.host import descriptors, listening
+from scavenger.protocol.keys import KeyPair, Rendezvous
+from scavenger.router.edge.handshakes import HandshakeGuard, HandshakeLimits, limits_for
+
+log = structlog.get_logger()
+R = TypeVar("R")
+#: Links are few.
+MOST_UNPROVEN, MOST_PER_ADDRESS, MOST_PER_KEY = 64, 16, 64
+#: The thread looks for silence so often, seconds.
+TICK_S = 0.5
+#: How often a fault of one harvester is logged, seconds.
+LOG_S = 60.0
+
+
+class _NotCarriedOut(Exception):
+    """The request did nothing."""
+
+
+class _Unanswered(Exception):
+    """It may have been carried out."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: wire.Request
+    answer: Future[msgspec.Raw] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One cluster's harvester. `free`: the number under which it takes a request now, None while it has one, or has said nothing."""
+
+    routing_id: bytes = b""
+    ready: wire.Ready | None = None
+    heard: float = float("-inf")
+    free: int | None = None
+    asked: _Pending | None = None
+    asked_as: tuple[str, int] = ("", 0)
+    waiting: deque[_Pending] = field(default_factory=deque)
+    logged: float = float("-inf")
+
+
+class ClusterLink:
+    """See the module. `heard` is called in the link's thread, with each cluster that says `Ready`. Thread-safe."""
+
+    def __init__(
+        self,
+        pair: KeyPair,
+        *,
+        heard: Callable[[str], None] = lambda _name: None,
+        silent_s: float = wire.SILENT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pair, self._heard, self._silent_s, self._clock = pair, heard, silent_s, clock
+        self._names: Mapping[str, str] = {}
+        self._rendezvous: Rendezvous | None = None
+        self._lock = threading.Lock()  # of the peers
+        self._peers: dict[str, _Peer] = {}
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._auth: ThreadAuthenticator | None = None
+        self._guard: HandshakeGuard | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._wake_read, self._wake_write = sockets.socketpair()
+        self._wake_write.setblocking(False)
+
+    # ---------------------------------------------------------------- life
+
+    def admit(self, names: Mapping[str, str]) -> None:
+        """Who may link, from now on: public key -> cluster. It acts on live links."""
+        self._names = dict(names)
+
+    def announce(self, rendezvous: Rendezvous) -> None:
+        """Where engines find the daemon."""
+        self._rendezvous = rendezvous
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """ZAP: pyzmq asks here at each handshake."""
+        return key.decode("ascii", "replace") in self._names
+
+    def bind(self, listen: str, port: int) -> int:
+        """Serve from now on; returns the port. Raises what `listening.refused` gives, `AuthError` for a libzmq without CURVE."""
+        if not zmq.has("curve"):
+            raise AuthError("this libzmq has no CURVE", "install pyzmq from PyPI: its wheel has it")
+        self._auth = ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=self)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = (
+            self._pair.public.encode(),
+            self._pair.secret.encode(),
+        )
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+        try:
+            socket.bind(f"tcp://{sockets.gethostbyname(listen)}:{port or '*'}")
+        except (zmq.ZMQError, OSError) as error:
+            socket.close(linger=0)
+            self._auth.stop()
+            self._auth = None
+            cause = error if isinstance(error, OSError) else OSError(error.errno, error.strerror)
+            raise listening.refused(listening.CLUSTERS, listen, port, cause) from error
+        self._socket = socket
+        most = descriptors.limit()
+        last_fd = limits_for(most, descriptors.reserved(most)).last_fd
+        self._guard = HandshakeGuard(
+            socket, HandshakeLimits(MOST_UNPROVEN, MOST_PER_ADDRESS, last_fd, MOST_PER_KEY)
+        )
+        self._thread = threading.Thread(target=self._run, args=(socket,), name="clusters", daemon=True)
+        self._thread.start()
+        return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def close(self) -> None:
+        """Requests under way end as unanswered."""
+        self._stop.set()
+        self._wake()
+        if self._thread is not None:
+            self._thread.join()
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.term()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ---------------------------------------------------------------- of any thread
+
+    def ready(self, name: str) -> tuple[wire.Ready | None, float]:
+        """A harvester's last word of its limits, None before the first, and how long ago it was heard (s)."""
+        with self._lock:
+            peer = self._peers.get(name)
+            return (None, float("inf")) if peer is None else (peer.ready, self._clock() - peer.heard)
+
+    def ask(self, name: str, request: wire.Request, timeout_s: float) -> msgspec.Raw:
+        """The answer to one request. Blocks. Raises `ClusterError` as `port.Cluster` does."""
+        pending = _Pending(request)
+        who = f"the harvester of cluster {name}"
+        with self._lock:
+            peer = self._peers.setdefault(name, _Peer())
+            silent_s = self._clock() - peer.heard
+            if self._stop.is_set() or silent_s > self._silent_s:
+                since = f"has not been heard for {silent_s:.0f} s" if peer.ready else "has not dialled in"
+                raise _not_done(request, f"{who} {since}")
+            peer.waiting.append(pending)
+        self._wake()
+        try:
+            return pending.answer.result(timeout_s)
+        except TimeoutError as error:
+            with self._lock:
+                sent = peer.asked is pending
+                if sent:
+                    peer.asked = None
+                elif pending in peer.waiting:
+                    peer.waiting.remove(pending)
+            why = f"{who} did not answer within {timeout_s:g} s"
+            raise (_unanswered(request, why) if sent else _not_done(request, why)) from error
+        except _Unanswered as error:
+            raise _unanswered(request, f"{who}: {error}") from error
+        except _NotCarriedOut as error:
+            raise _not_done(request, f"{who}: {error}") from error
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will look
+            self._wake_write.send(b"\0")
+
+    # ---------------------------------------------------------------- the link's thread
+
+    def _run(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while not self._stop.is_set():
+                there = dict(poller.poll(int(TICK_S * 1000)))
+                if self._wake_read.fileno() in there:
+                    self._wake_read.recv(4096)
+                if socket in there:
+                    self._read(socket)
+                with self._lock:
+                    for name, peer in self._peers.items():
+                        self._give_up_silent(name, peer)
+                        self._send_next(socket, peer)
+        finally:
+            with self._lock:
+                for peer in self._peers.values():
+                    self._fail(peer, "the daemon stops")
+            if self._guard is not None:
+                self._guard.close()
+            socket.close()
+
+    def _read(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(64):
+            try:
+                frames: list[Any] = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) != 2:
+                continue  # not from a DEALER of ours
+            routing_id, body = bytes(frames[0]), frames[1]
+            public = str(body.get("User-Id"))
+            name = self._names.get(public)
+            if name is None:
+                self._say(socket, routing_id, wire.Refused("this key was revoked: ask the daemon's admin"))
+                continue
+            if self._guard is not None:
+                self._guard.heard(int(body.get(zmq.SRCFD)), public)
+            self._take(socket, routing_id, name, body.buffer)
+
+    def _take(self, socket: zmq.Socket[bytes], routing_id: bytes, name: str, body: memoryview) -> None:
+        with self._lock:
+            peer = self._peers.setdefault(name, _Peer())
+            try:
+                message = wire.from_harvester.decode(body)
+                if isinstance(message, wire.Ready) and len(body) > wire.MAX_READY_BYTES:
+                    raise msgspec.ValidationError(f"Ready has {len(body)} bytes")
+            except msgspec.DecodeError as error:  # ValidationError is one too
+                if self._clock() - peer.logged >= LOG_S:
+                    peer.logged = self._clock()
+                    log.warning("garbage from a cluster's harvester", cluster=name, reason=str(error))
+                return
+            if isinstance(message, wire.Ready) and message.cluster != name:
+                why = f"this key is of cluster {name}, and not of {message.cluster}: name it with --cluster"
+                self._say(socket, routing_id, wire.Refused(why))
+                return
+            peer.heard = self._clock()
+            match message:
+                case wire.Answered(session, number, answer):
+                    if peer.asked is not None and peer.asked_as == (session, number):
+                        pending, peer.asked = peer.asked, None
+                        # A copy: the frame goes back to libzmq.
+                        _settle(pending, lambda: pending.answer.set_result(msgspec.Raw(bytes(answer))))
+                case wire.Ready():
+                    self._settle_by(peer, message)
+                    peer.routing_id, peer.ready, peer.free = routing_id, message, message.number
+                case wire.Busy():
+                    peer.free = None
+        if isinstance(message, wire.Ready):
+            if self._rendezvous is not None:
+                self._say(socket, routing_id, wire.Noted(self._rendezvous))
+            self._heard(name)
+
+    def _settle_by(self, peer: _Peer, ready: wire.Ready) -> None:
+        """It takes work again: what became of the last request is known by that."""
+        if peer.asked is None:
+            return
+        pending, peer.asked = peer.asked, None
+        session, number = peer.asked_as
+        if ready.session != session:
+            _fail(pending, _Unanswered("its process was started anew"))
+        elif ready.done >= number:
+            _fail(pending, _Unanswered("its answer was lost"))
+        else:
+            peer.waiting.appendleft(pending)  # it came too late there, and did nothing
+
+    def _give_up_silent(self, name: str, peer: _Peer) -> None:
+        silent_s = self._clock() - peer.heard
+        if silent_s > self._silent_s and (peer.asked is not None or peer.waiting):
+            self._fail(peer, f"not heard for {silent_s:.0f} s")
+            log.warning("link lost", cluster=name, silent_s=round(silent_s))
+
+    def _fail(self, peer: _Peer, why: str) -> None:
+        if peer.asked is not None:
+            pending, peer.asked = peer.asked, None
+            _fail(pending, _Unanswered(why))
+        while peer.waiting:
+            _fail(peer.waiting.popleft(), _NotCarriedOut(why))
+        peer.free = None
+
+    def _send_next(self, socket: zmq.Socket[bytes], peer: _Peer) -> None:
+        if peer.free is None or peer.asked is not None or not peer.waiting or peer.ready is None:
+            return
+        pending = peer.waiting.popleft()
+        peer.asked, peer.asked_as, peer.free = pending, (peer.ready.session, peer.free), None
+        self._say(socket, peer.routing_id, wire.Ask(*peer.asked_as, pending.request))
+
+    def _say(self, socket: zmq.Socket[bytes], routing_id: bytes, message: msgspec.Struct) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read: it says `Ready` again
+            socket.send_multipart([routing_id, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+
+
+def _settle(pending: _Pending, act: Callable[[], None]) -> None:
+    if not pending.answer.done():
+        act()
+
+
+def _fail(pending: _Pending, error: Exception) -> None:
+    _settle(pending, lambda: pending.answer.set_exception(error))
+
+
+def _not_done(request: wire.Request, cause: str) -> ClusterError:
+    """Of a request that did nothing: there is no job to look for."""
+    remedy = "see `systemctl status scavenger-harvester` there, and whether it reaches daemon.clusters_port"
+    if isinstance(request, wire.SubmitEngine):
+        return ClusterError(cause, remedy)
+    return ClusterUnavailable(cause, remedy, error_kind=ErrorKind.NO_REPLY)
+
+
+def _unanswered(request: wire.Request, cause: str) -> ClusterError:
+    if isinstance(request, wire.SubmitEngine):
+        return SubmitUnknown(cause)
+    return _not_done(request, cause)
+
+
+class LinkLine:
+    """`proxy.client.Line` of one cluster. `timeout_s`: of one request, however many commands it takes there."""
+
+    def __init__(self, link: ClusterLink, name: str, timeout_s: float) -> None:
+        self._link, self._name, self._timeout_s = link, name, timeout_s
+        self.rpc = RpcCounter()
+
+    def ask(self, request: wire.Request | proxy.Request, kind: type[R]) -> R:
+        """Raises `ClusterError` as `port.Cluster` does."""
+        if isinstance(request, proxy.SubmitJob):
+            raise ClusterError("a further cluster takes no job script from elsewhere")
+        if len(msgspec.msgpack.encode(request)) > wire.MAX_ASK_BYTES // 2:
+            raise ClusterError(f"a {type(request).__name__} is too large for the link")
+        who = f"the harvester of cluster {self._name}"
+        raw = self._link.ask(self._name, request, self._timeout_s)
+        try:
+            answer = proxy.answers.decode(raw)
+        except msgspec.DecodeError as error:
+            raise _unanswered(request, f"what {who} answers is malformed: {error}") from error
+        return client.reply_in(answer, request, kind, who, self.rpc)
+
+
+class LinkedCluster:
+    """`port.Cluster` over a link. Engines are submitted as what was decided (`submit_engine`), never as a script."""
+
+    def __init__(self, line: LinkLine) -> None:
+        self._line = line
+
+    @property
+    def rpc(self) -> RpcCounter:
+        return self._line.rpc
+
+    def info(self) -> ClusterInfo:
+        return self._line.ask(proxy.GetInfo(), proxy.InfoReply).info
+
+    def view(self) -> ClusterView:
+        return self._line.ask(proxy.GetView(), proxy.ViewReply).view
+
+    def jobs(self) -> tuple[Job, ...]:
+        return self._line.ask(proxy.GetJobs(), proxy.JobsReply).jobs
+
+    def submit(self, spec: JobSpec) -> int:
+        return self._line.ask(proxy.SubmitJob(spec), proxy.SubmitReply).job_id
+
+    def submit_engine(self, uid: str, intent_id: str, engine: Submit) -> int:
+        return self._line.ask(wire.SubmitEngine(uid, intent_id, engine), proxy.SubmitReply).job_id
+
+    def cancel(self, job_ids: tuple[int, ...]) -> None:
+        self._line.ask(proxy.CancelJobs(job_ids), proxy.DoneReply)
+
+    def requeue(self, job_id: int) -> None:
+        self._line.ask(proxy.RequeueJob(job_id), proxy.DoneReply)
+
+    def release(self, job_id: int, node: str) -> None:
+        self._line.ask(proxy.ReleaseJob(job_id, node), proxy.DoneReply)
+
+    def accounting(self, job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
+        return self._line.ask(proxy.GetAccounting(job_ids), proxy.AccountingReply).lives if job_ids else ()
+
+    def close(self) -> None:
+        """The link is the daemon's to close."""
