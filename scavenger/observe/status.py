@@ -515,5 +515,5 @@ _ENDS = (
 _LOGGED = tuple(
     name
     for name in Status.__struct_fields__
-    if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS)
+    if name not in ("at", "host", "pid", "started_at", "ledger_reason", "clusters", *_ENDS)
 )

@@ -121,12 +121,18 @@ def engines(site: DemoSite, cluster: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
 def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result, backend: str
 ) -> None:
     options = SiteOptions(
-        backend, tmp_path / "site", demo_layout(grace_s=1.0), max_engines=1, daemon={"clusters_port": 0}
+        backend,
+        tmp_path / "site",
+        demo_layout(grace_s=1.0),
+        max_engines=1,
+        daemon={"clusters_port": 0},
+        router={"policy": "standard"},
     )
     with DemoSite(options) as site, further(site, tmp_path / "b", backend) as there:
         run = play.write_run(
@@ -164,7 +170,7 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         assert found.tokens == longer.tokens
         # Each intent is one job there, and each job has one intent.
         rows = play.ask(site, "SELECT intent_id, job_id FROM jobs WHERE cluster = 'b' AND job_id > 0")
-        names = {name: number for name, number in rows}
+        names = dict(rows)
         assert len(names) == len(rows) == len({number for _, number in rows}) == 3
         seen = [one for one in there.cluster.view().jobs if one.name.startswith("scv-")]
         assert {(one.name, one.job_id) for one in seen} == set(names.items())
