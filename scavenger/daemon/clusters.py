@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -30,6 +31,7 @@ from scavenger.errors import ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
+from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import status
@@ -42,6 +44,8 @@ LOOK_S = 0.5
 RETRY_S = 30.0
 #: One request may take so many of its commands.
 COMMANDS = 6
+#: What a harvester may say of these at its worst: the daemon's time is everybody's.
+LEAST_POLL_S, MOST_COMMAND_S = 0.2, 600.0
 LIMITS = "limits.json"
 #: Between a cluster's name and its node's, where the ledger has nodes alone: no name of either has it.
 OF = "/"
@@ -66,6 +70,7 @@ class Further:
     task: asyncio.Task[None] | None = None
     logs: asyncio.Task[None] | None = None
     retry_at: float = 0.0
+    up: bool = False  # its link, when it was looked at last
 
 
 def tagged(records: Sequence[rec.Record], cluster: str) -> list[rec.Record]:
@@ -98,21 +103,32 @@ def config_of(own: DaemonConfig, name: str, told: Remembered) -> DaemonConfig:
     """The daemon's configuration with what a further cluster says of [cluster] and [harvest], and nothing of its own there. Raises
     `ConfigError`. Pure."""
     try:
-        sections = msgspec.json.decode(told.limits)
-        cluster = ClusterSection.model_validate(sections["cluster"])
-        harvest = HarvestSection.model_validate_json(msgspec.json.encode(sections["harvest"]))
-    except (msgspec.DecodeError, ValidationError, KeyError, TypeError) as error:
+        sections = msgspec.json.decode(told.limits, type=dict[str, dict[str, Any]])
+        paced = {key: value for key, value in sections["cluster"].items() if key in CLUSTER_KEYS}
+        asked = {key: value for key, value in sections["harvest"].items() if key not in HARVEST_KEYS_THERE}
+        cluster = ClusterSection.model_validate(paced)
+        harvest = HarvestSection.model_validate_json(msgspec.json.encode(asked))
+    except (msgspec.MsgspecError, ValidationError, KeyError) as error:
         raise ConfigError(
             f"the limits of cluster {name} cannot be read: {error}",
             "run the same release of scavenger there and here",
         ) from error
-    paths = {"job_template": None, "stop_file": own.daemon.state_dir / harvest_limits.DRAIN}
+    least = {
+        key: max(LEAST_POLL_S, getattr(cluster, key)) for key in ("poll_interval_s", "fast_poll_interval_s")
+    }
+    timeout_s = min(cluster.command_timeout_s, MOST_COMMAND_S)
     folder = keys.cluster_dir(own.daemon.state_dir, name)
     return own.model_copy(
         update={
             "daemon": own.daemon.model_copy(update={"state_dir": folder}),
-            "cluster": cluster,
-            "harvest": harvest.model_copy(update={"enabled": True, **paths}),
+            "cluster": cluster.model_copy(update={**least, "command_timeout_s": timeout_s}),
+            # `scavenger drain` on the daemon's host is for all of its clusters.
+            "harvest": harvest.model_copy(
+                update={
+                    "logs_mb": own.harvest.logs_mb,
+                    "stop_file": harvest_limits.drain_path(own.daemon.state_dir),
+                }
+            ),
         }
     )
 
@@ -210,6 +226,10 @@ class FurtherClusters:
         except (OSError, ConfigError) as error:
             self._faulty(name, str(error))
         if (one := self.clusters.get(name)) is not None:
+            up, was = self.link.up(name) and not revoked, one.up
+            one.up = up
+            if up and not was:
+                one.harvester.reachable()
             self._keep_running(one, stop)
 
     async def _obey(self, name: str, told: Remembered) -> None:

@@ -393,6 +393,11 @@ class Harvester:
         """Observe soon: something changed. Only from the event loop's thread."""
         self._poked.set()
 
+    def reachable(self) -> None:
+        """The cluster answers again, as somebody else saw: a failed poll is repeated now, however long it was to wait."""
+        self._pace.retry(self._monotonic())
+        self.poke()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
         scheduler to talk to; what fails later is an event and is tried again."""

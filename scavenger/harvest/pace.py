@@ -113,6 +113,10 @@ class PollPace:
         self._poll_at, self._retry_at = now, now + wait_s
         return wait_s
 
+    def retry(self, now: float) -> None:
+        """What failed is known to answer again: the next try need not wait."""
+        self._retry_at = min(self._retry_at, now)
+
     def obey(self, rules: PaceRules, now: float) -> None:
         """Other rules from now on. What was saved up under a larger limit is not spent under a smaller one."""
         self._save(now)

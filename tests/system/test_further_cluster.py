@@ -149,7 +149,8 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         # They go on without it: no poll says that their jobs ended.
         done = play.steps_done(site)
         play.wait_for(
-            "the link is seen to be down", lambda: (seen := told(site)) and seen.harvest and seen.harvest.polls_fail
+            "the link is seen to be down",
+            lambda: (seen := told(site)) and seen.harvest and seen.harvest.polls_fail,
         )
         play.wait_for("the run goes on", lambda: play.steps_done(site) >= done + 2)
         assert engines(site, "b") == before
@@ -177,7 +178,11 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         assert play.ask(site, "SELECT count(*) FROM jobs WHERE cluster = '' AND job_id > 0") == [(1,)]
         play.wait_for(
             "nothing is left",
-            lambda: not [
-                one for one in there.cluster.view().jobs if one.state in (JobState.PENDING, JobState.RUNNING)
-            ],
+            lambda: (
+                not [
+                    one
+                    for one in there.cluster.view().jobs
+                    if one.state in (JobState.PENDING, JobState.RUNNING)
+                ]
+            ),
         )

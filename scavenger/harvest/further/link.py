@@ -169,6 +169,10 @@ class ClusterLink:
             peer = self._peers.get(name)
             return (None, float("inf")) if peer is None else (peer.ready, self._clock() - peer.heard)
 
+    def up(self, name: str) -> bool:
+        """Whether its harvester was heard lately."""
+        return self.ready(name)[1] <= self._silent_s
+
     def ask(self, name: str, request: wire.Request, timeout_s: float) -> msgspec.Raw:
         """The answer to one request. Blocks. Raises `ClusterError` as `port.Cluster` does."""
         pending = _Pending(request)

@@ -31,6 +31,21 @@ MAX_ANSWER_BYTES = 128 << 20
 #: Of a `Ready`: limits, and drained nodes.
 MAX_READY_BYTES = 1 << 20
 
+#: What of [cluster] the daemon is told, and takes: how often it may ask. Of [harvest] all but what is a path, or is needed there alone.
+CLUSTER_KEYS = frozenset(
+    {
+        "poll_interval_s",
+        "fast_poll_interval_s",
+        "min_poll_interval_s",
+        "max_rpc_per_min",
+        "absent_s",
+        "command_timeout_s",
+    }
+)
+HARVEST_KEYS_THERE = frozenset(
+    {"enabled", "job_template", "stop_file", "logs_mb", "python", "container", "contact"}
+)
+
 Session = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=1000)]

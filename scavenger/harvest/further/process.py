@@ -40,25 +40,13 @@ from scavenger.protocol import keys
 
 log = structlog.get_logger()
 
-#: What of [harvest] is a path, or is needed here alone, and is not told.
-_HERE_ALONE = {"job_template", "stop_file", "python", "container", "contact"}
-#: And of [cluster]: what the daemon needs is how often it may ask.
-_CLUSTER_KEYS = {
-    "poll_interval_s",
-    "fast_poll_interval_s",
-    "min_poll_interval_s",
-    "max_rpc_per_min",
-    "absent_s",
-    "command_timeout_s",
-}
 RETRY_S = 2.0
 
 
 def told(config: DaemonConfig) -> bytes:
     """The limits of this cluster as the daemon is told them. Pure."""
-    return config.model_dump_json(
-        include={"cluster": _CLUSTER_KEYS, "harvest": set(type(config.harvest).model_fields) - _HERE_ALONE}
-    ).encode()
+    harvest = set(type(config.harvest).model_fields) - wire.HARVEST_KEYS_THERE
+    return config.model_dump_json(include={"cluster": set(wire.CLUSTER_KEYS), "harvest": harvest}).encode()
 
 
 def refusal(
@@ -177,6 +165,8 @@ class SiteRole:
                 elif isinstance(answer.reply, proxy.JobsReply):
                     self._see(answer.reply.jobs)
                 return answer
+            case proxy.Tidy(live, _):
+                return self._submit.answer(proxy.Tidy(live, self.config.harvest.logs_mb * 2**20))
             case _:
                 return self._submit.answer(request)
 

@@ -1,0 +1,562 @@
+"""The link to a further cluster: who may link, what crosses it, what becomes of a request when it breaks, and what bounds it there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from scavenger.cluster.local.client import LocalServer
+from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.proxy import messages as proxy
+from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
+from scavenger.daemon import clusters
+from scavenger.daemon.enrolment import Enrolment
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from scavenger.harvest import limits
+from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.execute.edges import LedgerWrites, RouterLink
+from scavenger.harvest.further import messages as wire
+from scavenger.harvest.further import process
+from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
+from scavenger.harvest.track.node_health import Health, HealthRules
+from scavenger.ledger import records as rec
+from scavenger.policy.fleet_size import Demand, without
+from scavenger.protocol import keys
+from scavenger.router.core.events import IntentRevoked, WorkerLife
+from scavenger.router.edge.keyring import KeyRing
+from tests.clusters import wait_for
+from tests.harvest.world import FAST, SLEEPS, World, layout, spec, until
+
+UID = "feedbeef"
+ENGINE = Submit(1, "run", "scavenge", 1, "one is useful")
+
+
+@dataclass
+class Ends:
+    """The daemon's end, bound, and a key that it takes."""
+
+    link: ClusterLink
+    server: keys.KeyPair
+    pair: keys.KeyPair
+    port: int
+
+    @property
+    def where(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def linked(silent_s: float = 5.0) -> Iterator[Ends]:
+    server, pair = keys.generate(), keys.generate()
+    link = ClusterLink(server, silent_s=silent_s)
+    link.admit({pair.public: "b"})
+    try:
+        port = link.bind("127.0.0.1", 0)
+        link.announce(keys.Rendezvous("tcp://127.0.0.1:1", server.public, 3, 1, "here"))
+        yield Ends(link, server, pair, port)
+    finally:
+        link.close()
+
+
+class Scripted:
+    """A harvester that says what a test has it say."""
+
+    def __init__(self, ends: Ends, pair: keys.KeyPair | None = None) -> None:
+        self.context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        keys.secure(self.socket, ends.server.public, pair or ends.pair)
+        self.monitor = self.socket.get_monitor_socket()
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(ends.where)
+
+    def __enter__(self) -> Scripted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=0)
+        self.context.term()
+
+    def say(self, message: msgspec.Struct) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def ready(self, number: int, done: int = 0, session: str = "a" * 16, **more: Any) -> None:
+        self.say(wire.Ready(session, number, done, **{"cluster": "b", "user": "u", "limits": b"{}", **more}))
+
+    def hears(self, kind: type[Any]) -> Any:
+        """The next message of this kind."""
+        while self.socket.poll(10_000):
+            message = wire.from_daemon.decode(self.socket.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def event(self, wanted: int) -> None:
+        while self.monitor.poll(10_000):
+            if recv_monitor_message(self.monitor)["event"] == wanted:
+                return
+        raise AssertionError(f"the socket saw no event {wanted}")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def asks(pool: ThreadPoolExecutor, ends: Ends, timeout_s: float = 20.0) -> Future[int]:
+    cluster = LinkedCluster(LinkLine(ends.link, "b", timeout_s))
+    return pool.submit(cluster.submit_engine, UID, "scv-1", ENGINE)
+
+
+def is_heard(ends: Ends) -> bool:
+    return ends.link.ready("b")[0] is not None
+
+
+# ---------------------------------------------------------------- who may link
+
+
+def test_a_key_that_was_not_given_never_gets_through_the_handshake() -> None:
+    with linked() as ends, Scripted(ends, keys.generate()) as stranger:
+        stranger.ready(1)
+        stranger.event(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        assert not is_heard(ends)
+
+
+def test_a_revoked_key_says_nothing_any_more_over_a_link_that_is_up() -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        assert there.hears(wire.Noted).rendezvous.generation == 3
+        ends.link.admit({})
+        there.ready(2)
+        assert "revoked" in there.hears(wire.Refused).reason
+        ready, _ = ends.link.ready("b")
+        assert ready is not None
+        assert ready.number == 1
+
+
+def test_a_key_of_one_cluster_is_not_taken_for_another_s() -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1, cluster="c")
+        assert "of cluster b, and not of c" in there.hears(wire.Refused).reason
+        assert not is_heard(ends)
+
+
+def test_a_cluster_s_key_is_made_listed_renewed_and_revoked(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    keys.init_state(state, "ada")
+    said: list[Any] = []
+    enrolment = Enrolment(state, "s" * 40, KeyRing(), said.extend, time.time, {})
+    first = keys.admit_cluster(state, "b", tmp_path / "b.key")
+    assert keys.read_keypair(tmp_path / "b.key") == first
+    with pytest.raises(AuthError, match="exists"):
+        keys.admit_cluster(state, "b", tmp_path / "b.key")
+    with pytest.raises(AuthError, match="cannot name a cluster"):
+        keys.admit_cluster(state, "../b", tmp_path / "c.key")
+    enrolment.read()
+    assert enrolment.clusters == {first.public: "b"}
+    assert [(one.role, one.who) for one in keys.listed(state) if one.role == "cluster"] == [("cluster", "b")]
+    second = keys.admit_cluster(state, "b", tmp_path / "new.key")
+    enrolment.read()
+    assert enrolment.clusters == {second.public: "b"}
+    (state / "keys/clusters/b.pub").unlink()
+    enrolment.read()
+    assert enrolment.clusters == {}
+    told = [
+        (one.kind, one.subject) for one in said if isinstance(one, rec.Event) and "cluster b" in one.reason
+    ]
+    assert told == [
+        ("key_added", first.public),
+        ("key_revoked", first.public),
+        ("key_added", second.public),
+        ("key_revoked", second.public),
+    ]
+
+
+# ---------------------------------------------------------------- what crosses it
+
+
+def test_what_is_malformed_is_dropped_and_the_link_goes_on() -> None:
+    with linked() as ends, Scripted(ends) as there:
+        for garbage in (
+            b"\xc1",
+            b"",
+            msgspec.msgpack.encode({"type": "Ready", "session": "a" * 16, "number": -1}),
+            msgspec.msgpack.encode(
+                wire.Ready(
+                    "a" * 16, 1, 0, "b", "u", b"", drained={"n": "x" * 1001}
+                )  # what a node's reason may not be
+            ),
+            msgspec.msgpack.encode(wire.Ready("a" * 16, 1, 0, "b", "u", b"x" * (wire.MAX_READY_BYTES + 1))),
+        ):
+            there.socket.send(garbage)
+        there.ready(7)
+        there.hears(wire.Noted)
+        ready, _ = ends.link.ready("b")
+        assert ready is not None
+        assert ready.number == 7
+
+
+def test_a_message_over_the_bound_ends_its_connection_and_is_never_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_ANSWER_BYTES", 4096)
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        there.socket.send(msgspec.msgpack.encode(wire.Ready("a" * 16, 2, 0, "b", "u", b"x" * 5000)))
+        there.event(zmq.EVENT_DISCONNECTED)
+        ready, _ = ends.link.ready("b")
+        assert ready is not None
+        assert ready.number == 1
+
+
+def test_an_answer_that_is_malformed_is_no_answer(pool: ThreadPoolExecutor) -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        view = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
+        asked = there.hears(wire.Ask)
+        there.say(
+            wire.Answered(asked.session, asked.number, msgspec.Raw(msgspec.msgpack.encode({"reply": 1})))
+        )
+        with pytest.raises(ClusterUnavailable, match="malformed"):
+            view.result(20)
+
+
+def test_a_script_does_not_cross_it() -> None:
+    with linked() as ends:
+        cluster = LinkedCluster(LinkLine(ends.link, "b", 20.0))
+        with pytest.raises(ClusterError, match="takes no job script"):
+            cluster.submit(spec())
+
+
+# ---------------------------------------------------------------- what becomes of a request
+
+
+def test_one_that_was_not_carried_out_is_asked_again_and_one_whose_answer_is_lost_is_unknown(
+    pool: ThreadPoolExecutor,
+) -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        submission = asks(pool, ends)
+        assert there.hears(wire.Ask).number == 1
+        there.ready(2)  # it came too late
+        assert there.hears(wire.Ask).number == 2
+        there.say(wire.Busy("a" * 16, 2))
+        there.ready(3, done=2)
+        with pytest.raises(SubmitUnknown, match="its answer was lost"):
+            submission.result(20)
+        again = asks(pool, ends)
+        asked = there.hears(wire.Ask)
+        assert asked.number == 3
+        there.say(
+            wire.Answered(
+                asked.session,
+                3,
+                msgspec.Raw(msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.SubmitReply(12), {"submit": 1}))),
+            )
+        )
+        assert again.result(20) == 12
+
+
+def test_a_process_that_was_started_anew_leaves_its_submission_unknown(pool: ThreadPoolExecutor) -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        submission = asks(pool, ends)
+        there.hears(wire.Ask)
+        there.ready(1, session="b" * 16)
+        with pytest.raises(SubmitUnknown, match="started anew"):
+            submission.result(20)
+
+
+def test_silence_is_no_answer_and_what_was_not_sent_did_not_happen(pool: ThreadPoolExecutor) -> None:
+    with linked(silent_s=0.3) as ends:
+        with pytest.raises(ClusterError, match="has not dialled in") as never:
+            asks(pool, ends).result(20)
+        assert not isinstance(never.value, SubmitUnknown | ClusterUnavailable), "there is no job to look for"
+        with Scripted(ends) as there:
+            there.ready(1)
+            there.hears(wire.Noted)
+            sent, waits = asks(pool, ends), None
+            there.hears(wire.Ask)
+            waits = asks(pool, ends)
+            with pytest.raises(SubmitUnknown, match="not heard"):
+                sent.result(20)
+            with pytest.raises(ClusterError, match="not heard") as unsent:
+                waits.result(20)
+            assert not isinstance(unsent.value, SubmitUnknown)
+            with pytest.raises(ClusterUnavailable, match="has not been heard for"):
+                LinkedCluster(LinkLine(ends.link, "b", 20.0)).view()
+
+
+# ---------------------------------------------------------------- what bounds it there
+
+
+def bounds(config: DaemonConfig, **more: Any) -> Any:
+    return limits.limits_of(config, Health(HealthRules(3, 60.0, 1.0)), 0.0, 1000.0, user="u", **more)
+
+
+def site_of(folder: Path, **harvest: Any) -> DaemonConfig:
+    return DaemonConfig(
+        daemon=DaemonSection(state_dir=folder),
+        cluster=ClusterSection(backend="local", local_dir=folder),
+        harvest=HarvestSection(**harvest),
+    )
+
+
+def ours(job_id: int, state: JobState = JobState.RUNNING, gpus: int = 1) -> Job:
+    return Job(job_id, "u", "scavenge", state, name="scv-x", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("harvest", "more", "here", "started", "why"),
+    [
+        ({}, {}, (), {}, ""),
+        ({"max_engines": 2}, {}, (ours(1),), {}, ""),
+        ({"max_engines": 2}, {}, (ours(1), ours(2)), {}, "engine 3, and harvest.max_engines = 2"),
+        ({"max_engines": 2}, {}, (ours(1),), {1: 1}, ""),
+        ({"max_engines": 2}, {}, (ours(1),), {2: 1}, "engine 3"),
+        ({"max_gpus": 4}, {}, (ours(1, gpus=3),), {}, ""),
+        ({"max_gpus": 4}, {}, (ours(1, gpus=4),), {}, "5 GPUs, and harvest.max_gpus = 4"),
+        ({"max_pending": 1}, {}, (ours(1, JobState.PENDING),), {}, "harvest.max_pending"),
+        ({"partition": "night"}, {}, (), {}, "is not harvest.partition = 'night'"),
+        ({}, {"stop": limits.Stop("the stop file there: no")}, (), {}, "the stop file there: no"),
+        (
+            {"blackout": [{"start": "1970-01-01T00:00:00Z", "end": "1970-01-02T00:00:00Z"}]},
+            {},
+            (),
+            {},
+            "a blackout is on",
+        ),
+        ({"schedule": [{"days": "Thu", "hours": "0-8", "max_engines": 0}]}, {}, (), {}, "max_engines = 0"),
+    ],
+)
+def test_the_limits_of_the_cluster_itself_hold_whatever_the_daemon_asks_for(
+    tmp_path: Path, harvest: Any, more: Any, here: Any, started: Any, why: str
+) -> None:
+    found = process.refusal(ENGINE, bounds(site_of(tmp_path, **harvest), **more), here, started, 1000.0)
+    assert why in found if why else not found, found
+
+
+def test_a_drained_node_gets_no_engine(tmp_path: Path) -> None:
+    wanted = Submit(1, "run", "scavenge", 1, "", nodelist=("n1",))
+    drained = bounds(site_of(tmp_path), drained={"n1": "a fan"})
+    assert process.refusal(wanted, drained, (), {}, 1000.0) == "node n1 is drained here"
+
+
+def test_what_a_harvester_says_names_no_file_of_the_daemon_s_host_and_cannot_hurry_it(tmp_path: Path) -> None:
+    own = site_of(tmp_path / "own")
+    honest = msgspec.json.decode(process.told(site_of(tmp_path / "b", max_engines=7)))
+    assert clusters.config_of(own, "b", remembered(honest)).harvest.max_engines == 7
+    honest["harvest"] |= {"job_template": "/etc/shadow", "stop_file": "/etc/shadow", "python": "/bin/sh"}
+    honest["cluster"] |= {
+        "submit_socket": "/run/x",
+        "local_dir": "/",
+        "poll_interval_s": 1e-9,
+        "command_timeout_s": 1e9,
+    }
+    found = clusters.config_of(own, "b", remembered(honest))
+    assert found.harvest.job_template is None
+    assert found.harvest.python == own.harvest.python
+    assert found.harvest.stop_file == own.daemon.state_dir / "drain"
+    assert found.cluster.submit_socket is found.cluster.local_dir is None
+    assert found.cluster.poll_interval_s == clusters.LEAST_POLL_S
+    assert found.cluster.command_timeout_s == clusters.MOST_COMMAND_S
+    honest["harvest"]["max_engines"] = "many"
+    with pytest.raises(ConfigError, match="limits of cluster b cannot be read"):
+        clusters.config_of(own, "b", remembered(honest))
+
+
+def remembered(sections: Any) -> clusters.Remembered:
+    return clusters.Remembered("u", msgspec.json.encode(sections).decode())
+
+
+def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() -> None:
+    wants = [Demand(1, "run", 3, 1, "3 are useful"), Demand(2, "other", 1, 1, "1 is useful")]
+    left = without(wants, {1: 2, 2: 4, 7: 1})
+    assert [(one.engines, one.reason) for one in left] == [
+        (1, "3 are useful; 2 of 3 are on other clusters"),
+        (0, "1 is useful; 1 of 1 are on other clusters"),
+    ]
+    polled = rec.ClusterPolled(1, 2, 3, 4, 5, 6, 7.0)
+    sick, well = rec.NodeQuarantined("n1", "why", 2.0, 1.0), rec.NodeReleased("n1", 3.0)
+    found: list[Any] = clusters.tagged([polled, sick, well, rec.Heartbeat(1.0)], "b")
+    assert [found[0].cluster, found[1].node, found[2].node] == ["b", "b/n1", "b/n1"]
+    assert found[3] == rec.Heartbeat(1.0)
+    assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
+
+
+# ---------------------------------------------------------------- all of it, on a local cluster
+
+
+class There:
+    """The process there, in a thread, which is ended and started as the process is."""
+
+    def __init__(self, config: DaemonConfig, server: LocalServer, pair: keys.KeyPair, folder: Path) -> None:
+        self.config, self._server, self._pair, self._folder = config, server, pair, folder
+        self._stop, self._thread = threading.Event(), threading.Thread()
+
+    def start(self) -> None:
+        role = process.SiteRole(self.config, self._server.cluster(), lambda: self.config)
+        loop = process.HarvesterLoop("b", role, self._pair, self._folder, ready_s=0.1, silent_s=2.0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=loop.run, args=(self._stop,))
+        self._thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+@asynccontextmanager
+async def daemon_of(
+    world: World, own: DaemonConfig, server: keys.KeyPair, names: Callable[[], dict[str, str]], public: Path
+) -> AsyncIterator[clusters.FurtherClusters]:
+    """What the daemon has of further clusters, running; it announces itself in `public`."""
+
+    async def commit(records: Any) -> None:
+        world.said.extend(records)
+
+    made: clusters.FurtherClusters
+
+    def lives() -> list[WorkerLife]:
+        return []
+
+    def leases() -> dict[str, tuple[int, float]]:
+        return {
+            one.intent_id: (0, 0.0)
+            for further in made.clusters.values()
+            for one in further.harvester.tracker.intents.values()
+            if one.allocation is not None
+        }
+
+    def router(_name: str) -> RouterLink:
+        return RouterLink(
+            world.said.append,
+            lambda: world.demand,
+            leases,
+            world.allowed.__setitem__,
+            lambda key: world.allowed.pop(key, None) and None,
+            lives,
+        )
+
+    made = clusters.FurtherClusters(
+        own, server, UID, LedgerWrites(commit, world.said.extend), router, time.time, names
+    )
+    stop = asyncio.Event()
+    port = made.link.bind("127.0.0.1", 0)
+    there = keys.Rendezvous("tcp://127.0.0.1:1", server.public, 1, 1, "here", "", f"tcp://127.0.0.1:{port}")
+    keys.write_rendezvous(public, there)
+    made.link.announce(there)
+    task = asyncio.create_task(made.run(stop))
+    try:
+        yield made
+    finally:
+        stop.set()
+        await made.shutdown(cancel=False)
+        made.close()
+        await task
+
+
+def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_last_word(
+    tmp_path: Path,
+) -> None:
+    for folder in ("own", "public", "far"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    template = tmp_path / "job.j2"
+    template.write_text(SLEEPS)
+    server, pair = keys.generate(), keys.generate()
+    names = {pair.public: "b"}
+    own = site_of(tmp_path / "own")
+    with LocalServer(tmp_path / "cluster", layout()) as slurm:
+        far = DaemonConfig(
+            daemon=DaemonSection(state_dir=tmp_path / "far"),
+            cluster=ClusterSection(
+                backend="local", local_dir=slurm.dir, absent_s=0.3, command_timeout_s=5.0, **FAST
+            ),
+            harvest=HarvestSection(standby_jobs=0, job_template=template, max_engines=2, backoff_s=0.1),
+        )
+        there = There(far, slurm, pair, tmp_path / "public")
+        world = World(slurm.cluster(), slurm.dir, tmp_path / "own")
+        world.want(5)
+
+        async def play() -> None:
+            async with daemon_of(world, own, server, lambda: names, tmp_path / "public") as made:
+                there.start()
+                await until(
+                    "as many engines run as its limit", lambda: len(world.jobs(JobState.RUNNING)) == 2
+                )
+                await until("they are known", lambda: len(world.of(rec.AllocationStarted)) == 2)
+                assert {one.cluster for one in world.of(rec.JobIntended)} == {"b"}
+                assert made.elsewhere("") == {1: 2}
+                assert made.elsewhere("b") == {}
+                first = {job.job_id: job.name for job in world.jobs()}
+                assert {path.stem for path in (tmp_path / "far/workers").glob("*.key")} >= set(first.values())
+                assert keys.read_rendezvous(tmp_path / "far").server_key == server.public
+                # The link breaks; one job ends meanwhile, and nobody concludes anything.
+                there.end()
+                made.link._silent_s = 0.5
+                await until("polls fail", lambda: made.clusters["b"].harvester.polls_fail)
+                gone = min(first)
+                world.site.cancel((gone,))
+                polls = len(world.events("cluster_unavailable"))
+                await until(
+                    "they go on failing", lambda: len(world.events("cluster_unavailable")) > polls + 1
+                )
+                assert not world.of(rec.JobEnded)
+                assert not world.of(IntentRevoked)
+                [shown] = made.status(time.time())
+                assert shown.heard_at
+                assert shown.harvest is not None
+                assert "not been heard" in shown.harvest.polls_fail
+                made.link._silent_s = 5.0
+                there.start()
+                await until("the end is noticed", lambda: world.of(rec.JobEnded))
+                assert [one.intent_id for one in world.of(rec.JobEnded)] == [first.pop(gone)]
+                await until("one takes its place", lambda: len(world.jobs(JobState.RUNNING)) == 2)
+                now = {job.job_id: job.name for job in world.jobs()}
+                assert first.items() <= now.items(), "the other one went on"
+                # Its admin lowers a limit, drains, and resumes there: it holds here.
+                limits.drain(tmp_path / "far", "a course", at_once=True)
+                await until("all leave", lambda: not world.jobs())
+                assert any("a course" in event.reason for event in world.events("harvest_stopped"))
+                limits.resume(tmp_path / "far")
+                there.config = far.model_copy(
+                    update={"harvest": far.harvest.model_copy(update={"max_engines": 1})}
+                )
+                there.end()
+                there.start()
+                await until("one is back", lambda: len(world.jobs(JobState.RUNNING)) == 1)
+                assert made.clusters["b"].harvester.config.harvest.max_engines == 1
+                await until("it is known", lambda: len(world.of(rec.AllocationStarted)) == 4)
+                # The key is removed: engines there are asked to leave, though nothing can be asked of Slurm.
+                names.clear()
+                await until(
+                    "it is asked to leave",
+                    lambda: "key" in "".join(e.reason for e in world.of(IntentRevoked)),
+                )
+                assert made.status(time.time())[0].revoked
+            world.site.cancel(tuple(job.job_id for job in world.jobs()))
+
+        try:
+            asyncio.run(play())
+        finally:
+            there.end()
+        wait_for("nothing is left", lambda: not world.jobs())
