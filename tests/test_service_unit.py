@@ -34,7 +34,8 @@ from tests.proxies import listens
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
 PROXIES = tuple(UNIT.with_name(f"scavenger-slurm-{role}.service") for role in ("submit", "view"))
-every_unit = pytest.mark.parametrize("unit", [UNIT, *PROXIES], ids=lambda path: path.stem)
+HARVESTER = UNIT.with_name("scavenger-harvester.service")
+every_unit = pytest.mark.parametrize("unit", [UNIT, *PROXIES, HARVESTER], ids=lambda path: path.stem)
 MOST_EXPOSURE = 2.0
 
 
@@ -55,7 +56,8 @@ def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path,
     # verify looks for the program, which is not installed where tests run
     copy = tmp_path / unit.name
     text = unit.read_text()
-    assert f"/opt/scavenger/bin/scavenger {'daemon' if unit is UNIT else 'slurm-proxy'}" in text
+    command = {UNIT: "daemon", HARVESTER: "harvester"}.get(unit, "slurm-proxy")
+    assert f"/opt/scavenger/bin/scavenger {command}" in text
     copy.write_text(text.replace("/opt/scavenger/bin/scavenger", sys.executable))
     done = run(analyze, "verify", "--man=no", str(copy))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -152,7 +152,7 @@ class FurtherClusters:
         self._changed = asyncio.Event()
         self.own: Harvester | None = None
         self.clusters: dict[str, Further] = {}
-        self._faults: dict[str, str] = {}  # of those that have no harvester yet
+        self._faults: dict[str, str] = {}  # of what a cluster said last, or of what is remembered of it
         self._mirrored: dict[str, tuple[str, dict[str, str]]] = {}
         loop = asyncio.get_running_loop()
 
@@ -219,10 +219,12 @@ class FurtherClusters:
             if ready is not None and not revoked:
                 told = Remembered(ready.user, ready.limits.decode("utf-8", "replace"))
                 await self._obey(name, told)
-            if revoked:
+            if revoked and name in self.clusters:
                 await self._mirror(name, "drain the key of its harvester was removed", {})
-            elif ready is not None:
+            elif ready is not None and not revoked:
                 await self._mirror(name, ready.stop, ready.drained)
+            if ready is not None:
+                self._faults.pop(name, None)
         except (OSError, ConfigError) as error:
             self._faulty(name, str(error))
         if (one := self.clusters.get(name)) is not None:
@@ -249,7 +251,7 @@ class FurtherClusters:
             )
         one.harvester.reconfigure(config_of(self._config, name, told))
         await asyncio.to_thread(self._remember, name, told)
-        one.told, one.fault = told, ""
+        one.told = told
 
     def _remember(self, name: str, told: Remembered) -> None:
         folder = keys.cluster_dir(self._config.daemon.state_dir, name)
@@ -282,7 +284,6 @@ class FurtherClusters:
         if snapshot is not None:
             harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
         self.clusters[name] = Further(name, harvester, told, line)
-        self._faults.pop(name, None)
         log.info("further cluster", cluster=name, partition=config.harvest.partition, user=told.user)
 
     def _keep_running(self, one: Further, stop: asyncio.Event) -> None:
@@ -291,7 +292,8 @@ class FurtherClusters:
             error, one.task = one.task.exception(), None
             if not isinstance(error, ClusterError | ConfigError):
                 raise error or RuntimeError(f"the harvester of cluster {one.name} ended")
-            self._faulty(one.name, str(error))
+            one.fault = str(error)
+            log.error("a further cluster is not harvested; tried again", cluster=one.name, reason=one.fault)
             one.retry_at = self._clock() + RETRY_S
         if one.task is None and self._clock() >= one.retry_at and self.link.ready(one.name)[0] is not None:
             one.task = asyncio.create_task(one.harvester.run(stop))
@@ -311,13 +313,9 @@ class FurtherClusters:
             self._mirrored[name] = said
 
     def _faulty(self, name: str, why: str) -> None:
-        one = self.clusters.get(name)
-        if (self._faults.get(name) if one is None else one.fault) != why:
+        if self._faults.get(name) != why:
             log.error("a further cluster is at fault", cluster=name, reason=why)
-        if one is None:
-            self._faults[name] = why
-        else:
-            one.fault = why
+        self._faults[name] = why
 
     # ---------------------------------------------------------------- what others ask of it
 
@@ -338,7 +336,7 @@ class FurtherClusters:
                 status.ClusterNow(
                     name,
                     heard_at=now - age_s if ready is not None else 0.0,
-                    fault=self._faults.get(name, "") if one is None else one.fault,
+                    fault=self._faults.get(name, "") or (one.fault if one is not None else ""),
                     revoked=name not in self._admitted().values(),
                     harvest=status.take(one.harvester, now) if one is not None else None,
                 )

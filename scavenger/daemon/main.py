@@ -318,6 +318,12 @@ class Daemon:
         if self.clusters is not None:
             self.clusters.own = self.harvester
             self.clusters.restore(snapshot)
+        elif left := {job.intended.cluster for job in snapshot.jobs} - {""}:
+            log.warning(
+                "jobs on further clusters are not followed",
+                clusters=sorted(left),
+                remedy="set daemon.clusters_port again",
+            )
         return snapshot
 
     async def _patiently(self, read: Callable[[], T]) -> T:

@@ -121,7 +121,10 @@ class Tally:
             total[what] = total.get(what, 0.0) + seconds
 
     def _sampled(self, record: rec.ClusterPolled) -> None:
-        self.gpus = record
+        if (
+            not record.cluster
+        ):  # the gauges are of the daemon's own cluster; `scavenger status` shows the others
+            self.gpus = record
 
     def _decided(self, record: rec.Decision) -> None:
         self.decisions[record.action] += 1

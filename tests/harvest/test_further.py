@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from scavenger.cluster.local.client import LocalServer
 from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.port import Cluster
 from scavenger.cluster.proxy import messages as proxy
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.daemon import clusters
@@ -360,6 +361,34 @@ def test_a_drained_node_gets_no_engine(tmp_path: Path) -> None:
     assert process.refusal(wanted, drained, (), {}, 1000.0) == "node n1 is drained here"
 
 
+def test_only_engines_jobs_are_cancelled_and_jobs_are_submitted_as_its_own_file_says(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir(mode=0o700)
+    template = tmp_path / "job.j2"
+    template.write_text(SLEEPS)
+    with LocalServer(tmp_path / "cluster", layout()) as slurm:
+        far, site = site_of(tmp_path / "far", job_template=template, standby_jobs=0), slurm.cluster()
+        far = far.model_copy(update={"cluster": far.cluster.model_copy(update={"local_dir": slurm.dir})})
+        role = process.SiteRole(far, site)
+        theirs = site.submit(spec(gpus=1))
+        started = role.answer(wire.SubmitEngine(UID, "scv-1", ENGINE)).reply
+        assert isinstance(started, proxy.SubmitReply)
+        role.answer(proxy.GetView())
+        assert role.answer(proxy.CancelJobs((theirs, started.job_id))).reply == proxy.DoneReply()
+        assert isinstance(role.answer(proxy.ReleaseJob(theirs, "node1")).reply, proxy.FailedReply)
+        wait_for("the engine's job ends", lambda: ends(site, started.job_id))
+        [job] = [job for job in site.jobs() if job.job_id == theirs]
+        assert job.state in (JobState.PENDING, JobState.RUNNING)
+        limits.drain(tmp_path / "far", "a course", at_once=False)
+        refused = role.answer(wire.SubmitEngine(UID, "scv-2", ENGINE)).reply
+        assert isinstance(refused, proxy.FailedReply)
+        assert "a course" in refused.cause
+        assert role.stop().startswith("drain scavenger drain there: a course")
+
+
+def ends(site: Cluster, job_id: int) -> bool:
+    return all(job.job_id != job_id or job.state is JobState.CANCELLED for job in site.jobs())
+
+
 def test_what_a_harvester_says_names_no_file_of_the_daemon_s_host_and_cannot_hurry_it(tmp_path: Path) -> None:
     own = site_of(tmp_path / "own")
     honest = msgspec.json.decode(process.told(site_of(tmp_path / "b", max_engines=7)))
@@ -447,13 +476,16 @@ async def daemon_of(
             if one.allocation is not None
         }
 
+    def forget(key: str) -> None:
+        world.allowed.pop(key, None)
+
     def router(_name: str) -> RouterLink:
         return RouterLink(
             world.said.append,
             lambda: world.demand,
             leases,
             world.allowed.__setitem__,
-            lambda key: world.allowed.pop(key, None) and None,
+            forget,
             lives,
         )
 
@@ -488,8 +520,8 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
     with LocalServer(tmp_path / "cluster", layout()) as slurm:
         far = DaemonConfig(
             daemon=DaemonSection(state_dir=tmp_path / "far"),
-            cluster=ClusterSection(
-                backend="local", local_dir=slurm.dir, absent_s=0.3, command_timeout_s=5.0, **FAST
+            cluster=ClusterSection.model_validate(
+                {"backend": "local", "local_dir": slurm.dir, "absent_s": 0.3, "command_timeout_s": 5.0, **FAST}
             ),
             harvest=HarvestSection(standby_jobs=0, job_template=template, max_engines=2, backoff_s=0.1),
         )
@@ -537,12 +569,10 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
                 limits.drain(tmp_path / "far", "a course", at_once=True)
                 await until("all leave", lambda: not world.jobs())
                 assert any("a course" in event.reason for event in world.events("harvest_stopped"))
-                limits.resume(tmp_path / "far")
                 there.config = far.model_copy(
                     update={"harvest": far.harvest.model_copy(update={"max_engines": 1})}
                 )
-                there.end()
-                there.start()
+                limits.resume(tmp_path / "far")
                 await until("one is back", lambda: len(world.jobs(JobState.RUNNING)) == 1)
                 assert made.clusters["b"].harvester.config.harvest.max_engines == 1
                 await until("it is known", lambda: len(world.of(rec.AllocationStarted)) == 4)

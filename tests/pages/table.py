@@ -51,6 +51,9 @@ GPU = By("tests/test_gpu_benchmark.py::test_every_part_works_on_a_gpu_with_tiny_
 HOST = Not(
     "makes or removes a user of this host or a service of systemd's; the containers of tests/system have their own"
 )
+FURTHER = By(
+    "tests/system/test_further_cluster.py::test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing"
+)
 CHIPS = Not("a program for NVIDIA's GPUs, on their node")
 DESK = Not("a tunnel to another host: needs an SSH server there")
 JOIN = By("tests/test_joining.py::test_a_user_joins_a_daemon_that_runs_and_connects_to_it")
@@ -296,6 +299,15 @@ PAGES: dict[str, dict[str, Entry]] = {
         "scavenger keys guest chat --run math --out chat.key": Here(
             needs=("served",), put={"math": "sorting"}, says="chat"
         ),
+        "scavenger keys cluster b --out b.key": Here(needs=("served",), says="wrote"),
+        "install -d -m 0700 -o scavenger -g scavenger /etc/scavenger/daemon": Here(),
+        "install -m 0600 -o scavenger rendezvous.json /etc/scavenger/daemon/": Here(
+            put={"rendezvous.json": "/shared/scavenger/public/rendezvous.json"}
+        ),
+        "install -m 0600 -o scavenger b.key /etc/scavenger/cluster.key": Here(),
+        "install -m 0644 scripts/scavenger-harvester.service /etc/systemd/system/": Here(),
+        "systemctl enable --now scavenger-harvester": FURTHER,
+        "scavenger status": Here(needs=("served",), says="generation"),
         """srun --overlap vllm serve MODEL --gpu-memory-utilization 0.6 --port 8000 &
 srun --overlap scavenger guest --service http://127.0.0.1:8000 --objective "ttft_p99=500ms tpot_p99=60ms" \\
      --daemon /shared/scavenger/public --key chat.key --memory-share 0.3 &

@@ -165,10 +165,24 @@ class SiteRole:
                 elif isinstance(answer.reply, proxy.JobsReply):
                     self._see(answer.reply.jobs)
                 return answer
+            case proxy.CancelJobs(job_ids):  # one that is unknown here has ended, or is none of an engine
+                known = tuple(job_id for job_id in job_ids if self._is_engine(job_id))
+                return (
+                    self._submit.answer(proxy.CancelJobs(known))
+                    if known
+                    else proxy.ProxyAnswer(proxy.DoneReply())
+                )
+            case proxy.RequeueJob(job_id) | proxy.ReleaseJob(job_id):
+                if not self._is_engine(job_id):
+                    raise ClusterError(f"job {job_id} is none of an engine, as the queue was seen here last")
+                return self._submit.answer(request)
             case proxy.Tidy(live, _):
                 return self._submit.answer(proxy.Tidy(live, self.config.harvest.logs_mb * 2**20))
             case _:
                 return self._submit.answer(request)
+
+    def _is_engine(self, job_id: int) -> bool:
+        return job_id in self._started or any(job.job_id == job_id for job in self._ours)
 
     def _see(self, jobs: Sequence[Job]) -> None:
         self._ours = tuple(
