@@ -295,7 +295,7 @@ class FurtherClusters:
             one.fault = str(error)
             log.error("a further cluster is not harvested; tried again", cluster=one.name, reason=one.fault)
             one.retry_at = self._clock() + RETRY_S
-        if one.task is None and self._clock() >= one.retry_at and self.link.ready(one.name)[0] is not None:
+        if one.task is None and self._clock() >= one.retry_at:
             one.task = asyncio.create_task(one.harvester.run(stop))
         elif one.task is not None and one.harvester.view is not None:
             one.fault = ""

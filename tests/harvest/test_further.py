@@ -481,12 +481,7 @@ async def daemon_of(
 
     def router(_name: str) -> RouterLink:
         return RouterLink(
-            world.said.append,
-            lambda: world.demand,
-            leases,
-            world.allowed.__setitem__,
-            forget,
-            lives,
+            world.said.append, lambda: world.demand, leases, world.allowed.__setitem__, forget, lives
         )
 
     made = clusters.FurtherClusters(
@@ -521,7 +516,13 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
         far = DaemonConfig(
             daemon=DaemonSection(state_dir=tmp_path / "far"),
             cluster=ClusterSection.model_validate(
-                {"backend": "local", "local_dir": slurm.dir, "absent_s": 0.3, "command_timeout_s": 5.0, **FAST}
+                {
+                    "backend": "local",
+                    "local_dir": slurm.dir,
+                    "absent_s": 0.3,
+                    "command_timeout_s": 5.0,
+                    **FAST,
+                }
             ),
             harvest=HarvestSection(standby_jobs=0, job_template=template, max_engines=2, backoff_s=0.1),
         )

@@ -300,14 +300,13 @@ PAGES: dict[str, dict[str, Entry]] = {
             needs=("served",), put={"math": "sorting"}, says="chat"
         ),
         "scavenger keys cluster b --out b.key": Here(needs=("served",), says="wrote"),
-        "install -d -m 0700 -o scavenger -g scavenger /etc/scavenger/daemon": Here(),
-        "install -m 0600 -o scavenger rendezvous.json /etc/scavenger/daemon/": Here(
-            put={"rendezvous.json": "/shared/scavenger/public/rendezvous.json"}
+        "install -d -m 0700 /etc/scavenger/daemon": Here(),
+        "install -m 0600 rendezvous.json b.key /etc/scavenger/daemon/": Here(
+            put={"rendezvous.json": "/shared/scavenger/rendezvous.json"}
         ),
-        "install -m 0600 -o scavenger b.key /etc/scavenger/cluster.key": Here(),
+        "chown -R scavenger: /etc/scavenger/daemon": Here(),
         "install -m 0644 scripts/scavenger-harvester.service /etc/systemd/system/": Here(),
         "systemctl enable --now scavenger-harvester": FURTHER,
-        "scavenger status": Here(needs=("served",), says="generation"),
         """srun --overlap vllm serve MODEL --gpu-memory-utilization 0.6 --port 8000 &
 srun --overlap scavenger guest --service http://127.0.0.1:8000 --objective "ttft_p99=500ms tpot_p99=60ms" \\
      --daemon /shared/scavenger/public --key chat.key --memory-share 0.3 &
@@ -507,6 +506,7 @@ HOURS = Not("takes hours, and traces that are not in this repository; its figure
 GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
+    "scavenger harvester --cluster b --daemon /etc/scavenger/daemon --key /etc/scavenger/daemon/b.key --config /etc/scavenger/scavenger.toml": FURTHER,
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
     "sbatch my-run/train.sbatch --set run.steps=300": Here(
         needs=("served", "first"), put={"my-run": "first"}, says="Submitted batch job"
