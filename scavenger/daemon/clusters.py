@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -27,12 +27,12 @@ from pydantic import ValidationError
 from scavenger.cluster import job_logs
 from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.config import ClusterSection, DaemonConfig, HarvestSection
-from scavenger.errors import ClusterError, ConfigError
+from scavenger.errors import AuthError, ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
 from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE
-from scavenger.harvest.harvester import Harvester
+from scavenger.harvest.harvester import STOP_S, Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import status
 from scavenger.protocol import keys
@@ -87,15 +87,22 @@ def _tagged(record: rec.Record, cluster: str) -> rec.Record:
     return record
 
 
-def of_cluster(snapshot: rec.Snapshot, name: str) -> rec.Snapshot:
+class ClusterState(NamedTuple):
+    """What of a snapshot is one cluster's, as `Harvester.restore` takes it."""
+
+    jobs: tuple[rec.OpenIntent, ...]
+    waits: tuple[rec.OtherUserWaits, ...]
+    quarantined: tuple[str, ...]
+
+
+def of_cluster(snapshot: rec.Snapshot, name: str) -> ClusterState:
     """What of a snapshot is one cluster's; "" = the daemon's own. Pure."""
     marked = f"{name}{OF}" if name else ""
     nodes = [node for node in snapshot.quarantined if node.startswith(marked) and (name or OF not in node)]
-    return msgspec.structs.replace(
-        snapshot,
-        jobs=tuple(job for job in snapshot.jobs if job.intended.cluster == name),
-        waits=tuple(one for one in snapshot.waits if one.cluster == name),
-        quarantined=tuple(node.removeprefix(marked) for node in nodes),
+    return ClusterState(
+        tuple(job for job in snapshot.jobs if job.intended.cluster == name),
+        tuple(one for one in snapshot.waits if one.cluster == name),
+        tuple(node.removeprefix(marked) for node in nodes),
     )
 
 
@@ -153,6 +160,9 @@ class FurtherClusters:
         self.own: Harvester | None = None
         self.clusters: dict[str, Further] = {}
         self._faults: dict[str, str] = {}  # of what a cluster said last, or of what is remembered of it
+        self._left: dict[
+            str, ClusterState
+        ] = {}  # of clusters whose limits were forgotten: they come with `Ready`
         self._mirrored: dict[str, tuple[str, dict[str, str]]] = {}
         loop = asyncio.get_running_loop()
 
@@ -173,11 +183,13 @@ class FurtherClusters:
             try:
                 told = msgspec.json.decode(keys.read_private(path), type=Remembered)
                 self._add(name, told, of_cluster(snapshot, name))
-            except (OSError, msgspec.DecodeError, ConfigError) as error:
+            except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))
         lost = {job.intended.cluster for job in snapshot.jobs} - {"", *self.clusters}
         for name in sorted(lost):
-            self._faulty(name, f"the ledger has jobs there, and {folder / name / LIMITS} is gone")
+            self._left[name] = of_cluster(snapshot, name)
+            why = f"the ledger has jobs there, and {folder / name / LIMITS} cannot be read"
+            self._faulty(name, f"{why}: their engines are let in again when its harvester dials in")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow the links until `stop` is set. Raises what ends the daemon: `Fenced`, a bug."""
@@ -192,10 +204,13 @@ class FurtherClusters:
                 changed.cancel()
         finally:
             tasks = [task for one in self.clusters.values() for task in (one.task, one.logs) if task]
-            for task in tasks:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            try:
+                if tasks:  # a submission's answer is still recorded
+                    await asyncio.wait(tasks, timeout=STOP_S + 1.0)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def shutdown(self, cancel: bool) -> None:
         """Stop. Jobs stay for the next daemon unless `cancel`."""
@@ -242,7 +257,7 @@ class FurtherClusters:
         if one is None:
             config_of(self._config, name, told)
             await asyncio.to_thread(self._remember, name, told)
-            self._add(name, told, None)
+            self._add(name, told, self._left.pop(name, ClusterState((), (), ())))
             return
         if told.user != one.told.user:
             raise ConfigError(
@@ -258,7 +273,7 @@ class FurtherClusters:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         keys.write_private(folder / LIMITS, msgspec.json.encode(told))
 
-    def _add(self, name: str, told: Remembered, snapshot: rec.Snapshot | None) -> None:
+    def _add(self, name: str, told: Remembered, state: ClusterState) -> None:
         """Raises `ConfigError`."""
         config = config_of(self._config, name, told)
         line = LinkLine(self.link, name, COMMANDS * config.cluster.command_timeout_s)
@@ -281,8 +296,7 @@ class FurtherClusters:
                 name, told.user, EnginesUser(line, config.daemon.state_dir), cluster.submit_engine
             ),
         )
-        if snapshot is not None:
-            harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
+        harvester.restore(*state)
         self.clusters[name] = Further(name, harvester, told, line)
         log.info("further cluster", cluster=name, partition=config.harvest.partition, user=told.user)
 

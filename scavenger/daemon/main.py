@@ -309,7 +309,7 @@ class Daemon:
         self.clusters = self._further(server, pair, uid)
         self.harvester = self._harvester(server, uid)
         if self.harvester is not None:
-            self.harvester.restore(own.jobs, own.waits, own.quarantined)
+            self.harvester.restore(*own)
             self._training_gpus.restore(snapshot.training_jobs)
         elif own.waits or snapshot.training_jobs:
             # No harvester polls: they would grow with every commit.

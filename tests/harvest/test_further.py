@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -428,6 +429,16 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
     found: list[Any] = clusters.tagged([polled, sick, well, rec.Heartbeat(1.0)], "b")
     assert [found[0].cluster, found[1].node, found[2].node] == ["b", "b/n1", "b/n1"]
     assert found[3] == rec.Heartbeat(1.0)
+    intents = [
+        rec.OpenIntent(
+            rec.JobIntended(f"scv-{n}", 1, "p", 1, "k", 1.0, cluster=c), 7, "RUNNING", 0, "n1", True
+        )
+        for n, c in enumerate(("", "b", "c"))
+    ]
+    waits = [rec.OtherUserWaits(5, "u", "p", 1, 1.0, 1.0, 1.0, cluster=c) for c in ("b", "")]
+    snapshot: Any = SimpleNamespace(jobs=intents, waits=waits, quarantined=("n1", "b/n1", "bb/n2"))
+    assert clusters.of_cluster(snapshot, "") == ((intents[0],), (waits[1],), ("n1",))
+    assert clusters.of_cluster(snapshot, "b") == ((intents[1],), (waits[0],), ("n1",))
     assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
 
 

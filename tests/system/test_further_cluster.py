@@ -164,6 +164,14 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         play.wait_for("its job is seen to have ended", lambda: (ended,) not in play.ask(site, open_jobs))
         play.wait_for("another took its place", lambda: len(engines(site, "b")) == 2)
         assert before[1] in engines(site, "b"), "the other one went on"
+        # The daemon is killed too, and listens elsewhere afterwards: harvester and engines find it.
+        there_now = {number for _, number in engines(site, "b")}
+        play.kill_daemon(site)
+        site.start_daemon()
+        play.wait_for("the link is back", lambda: (seen := told(site)) and seen.heard_at and seen.harvest)
+        done = play.steps_done(site)
+        play.wait_for("the run goes on", lambda: play.steps_done(site) >= done + 2)
+        assert {number for _, number in engines(site, "b")} == there_now
         done = play.cut_short(site, job)
         found = play.result(site)
         assert done >= 4
