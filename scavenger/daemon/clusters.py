@@ -6,6 +6,8 @@
 Owns which of them there are, what is remembered of each while its link is down (its limits, what its admin ordered), and how their records
 and nodes are told from those of the daemon's own cluster. A cluster whose key was removed loses its engines. A fault of one cluster is
 logged, said in `scavenger status`, and ends neither the daemon nor the others. Decides nothing about jobs.
+
+Boundary: files of the state directory, and the tasks of further harvesters; IO.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 Owns the socket, whose key is which cluster's, one request at a time for each cluster, and what a request that got no answer counts as.
 A harvester that is not heard is a Slurm that does not answer: `ClusterUnavailable`. A submission whose answer is missing may have taken
 place, `SubmitUnknown`; one that was not sent, or not carried out, did not. What a harvester says is typed and bounded, and else dropped.
+
+Boundary: a socket and the thread that has it.
 """
 
 from __future__ import annotations

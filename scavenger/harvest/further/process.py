@@ -5,6 +5,8 @@
 Owns the connection, what is carried out here, and that this cluster's own configuration, stop files and drained nodes bound it: they are
 read here, told to the daemon so that it decides within them, and held to each submission again, whatever the daemon says. It decides
 nothing, and keeps nothing but engines' keys and logs: killed and started again it goes on. Jobs outlive it.
+
+Boundary: a process on another cluster, which the command line starts; IO.
 """
 
 from __future__ import annotations
