@@ -300,11 +300,10 @@ PAGES: dict[str, dict[str, Entry]] = {
             needs=("served",), put={"math": "sorting"}, says="chat"
         ),
         "scavenger keys cluster b --out b.key": Here(needs=("served",), says="wrote"),
-        "install -d -m 0700 /etc/scavenger/daemon": Here(),
-        "install -m 0600 rendezvous.json b.key /etc/scavenger/daemon/": Here(
-            put={"rendezvous.json": "/shared/scavenger/rendezvous.json"}
+        "install -d -o scavenger -m 0700 /etc/scavenger/daemon": Here(),
+        "install -o scavenger -m 0600 rendezvous.json b.key /etc/scavenger/daemon/": Here(
+            put={"rendezvous.json": "/shared/scavenger/state/rendezvous.json"}
         ),
-        "chown -R scavenger: /etc/scavenger/daemon": Here(),
         "install -m 0644 scripts/scavenger-harvester.service /etc/systemd/system/": Here(),
         "systemctl enable --now scavenger-harvester": FURTHER,
         """srun --overlap vllm serve MODEL --gpu-memory-utilization 0.6 --port 8000 &
