@@ -15,10 +15,9 @@ import typer
 from scavenger import config
 from scavenger.cli.options import OverOption, SetOption
 from scavenger.errors import ConfigError
+from scavenger.protocol.messages import environment_file
 
 PROGRAM = "trainer.episodes.remote_worker"
-#: As `trainer.episodes.remote.FILE`.
-FILE = "environment-workers.json"
 
 
 def environment_worker(
@@ -40,7 +39,7 @@ def environment_worker(
             f"{run}: data.environment_jobs = 0: no environment worker in a job of its own may join",
             "set data.environment_jobs to how many may, and start the training job again",
         )
-    file = (found.run.out_dir / FILE).absolute()
-    argv = [sys.executable, "-m", PROGRAM, str(file), "--wait", str(wait_s)]
+    file = environment_file(str(found.run.out_dir.absolute()))
+    argv = [sys.executable, "-m", PROGRAM, file, "--wait", str(wait_s)]
     sys.stdout.flush()
     os.execv(sys.executable, argv)

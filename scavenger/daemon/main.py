@@ -589,6 +589,7 @@ class Daemon:
             unregister=self.keyring.revoke,
             lives=lambda: workers.lives(router.core),
             condemned=lambda: tuple(router.core.condemned),
+            environments=lambda: self._enrolment.environments_of_owners(router.environments()),
         )
         return Harvester(
             self.config,

@@ -32,10 +32,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from scavenger import __version__
 from scavenger.errors import AuthError, ConfigError, WireError
 from scavenger.protocol import keys
-from scavenger.protocol.messages.common import MAX_MESSAGE_BYTES
+from scavenger.protocol.messages.common import ENVIRONMENT_FILE, MAX_MESSAGE_BYTES
 from trainer.episodes import wire
 
-FILE = "environment-workers.json"
+FILE = ENVIRONMENT_FILE
 #: Messages that wait for one worker; one that does not read so many is lost.
 SEND_QUEUE = 10_000
 LINGER_MS = 2_000

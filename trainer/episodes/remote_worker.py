@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,12 @@ class Ended:
 
 def say(line: str) -> None:
     print(f"environment worker: {line}", flush=True)
+
+
+def place(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Host and job, as the scheduler calls them; a job of the local backend has the second names."""
+    host = environ.get("SLURMD_NODENAME") or environ.get("SCAVENGER_NODE") or socket.gethostname()
+    return host, environ.get("SLURM_JOB_ID") or environ.get("SCAVENGER_JOB_ID", "")
 
 
 class Gateway(Protocol):
@@ -133,8 +139,7 @@ class RemoteWorker:
                 link.setsockopt(option, value)
             keys.secure(link, access.server_key, keys.KeyPair(access.public, access.secret))
             link.connect(access.endpoint)
-            host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-            hello = wire.Hello(__version__, host, os.environ.get("SLURM_JOB_ID", ""))
+            hello = wire.Hello(__version__, *place(os.environ))
             await link.send(wire.encode(hello))
             answer = await self._answer(link)
             if not isinstance(answer, wire.Setup):

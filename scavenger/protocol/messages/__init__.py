@@ -29,6 +29,7 @@ from scavenger.protocol.messages.codec import (
     unpack_tokens,
 )
 from scavenger.protocol.messages.common import (
+    ENVIRONMENT_FILE,
     GUEST_INTENT,
     MAX_CALL_SAMPLES,
     MAX_CONFIG_CHARS,
@@ -58,6 +59,7 @@ from scavenger.protocol.messages.common import (
     Sampling,
     Share,
     WeightSource,
+    environment_file,
     reserved_name,
     words,
 )
@@ -152,6 +154,7 @@ from scavenger.protocol.messages.worker import (
 
 __all__ = [
     "CALL_PATTERN",
+    "ENVIRONMENT_FILE",
     "EPISODE_PATTERN",
     "GATEWAY_BODIES",
     "GUEST_INTENT",
@@ -266,6 +269,7 @@ __all__ = [
     "decode_to_trainer",
     "decode_to_worker",
     "encode",
+    "environment_file",
     "named_request",
     "pack_logprobs",
     "pack_tokens",

@@ -28,7 +28,7 @@ HELLO = wire.encode(wire.Hello(__version__, "cn01", "17"))
 #: Tells its folder who plays what, and plays a "long" episode for as long as it is the one that is held.
 PLAY = """
 open(os.path.join({folder!r}, "playing-" + ask.episode + "-" + os.environ.get("PLAYER", "local")), "w").close()
-    while ask.episode == "long" and os.environ.get("PLAYER") == "held":
+    while ask.episode == "long" and os.environ.get("PLAYER") == "held" and os.getppid() == parent:
         time.sleep(0.05)
     tell(wire.Played(ask.episode, float(ask.seed)))
 """
@@ -134,7 +134,7 @@ def pool_with_jobs(folder: Path, play: str = "", **more: int) -> EnvironmentPool
     """One process of its own, and up to two workers in jobs."""
     program = folder / "worker.py"
     played = (play or PLAY).format(folder=str(folder))
-    program.write_text(textwrap.dedent(PROGRAM).format(play=played.strip(), before=""))
+    program.write_text(textwrap.dedent(PROGRAM).format(play=played.strip(), before="parent = os.getppid()"))
     settings = remote.PortSettings(
         folder / remote.FILE,
         2,
