@@ -481,10 +481,10 @@ def _workers(demand: Sequence[EnvironmentDemand]) -> tuple[tuple[int, int], ...]
 
 
 def _of_environments(record: rec.Record) -> bool:
-    """What an environment worker's job tells of itself, and not of an engine or of its node."""
+    """What an environment worker's job tells of itself, and not of engines: it is allocated no GPU, and says nothing of its node."""
     if isinstance(record, rec.Event):
         return not record.kind.startswith("node_")
-    return not isinstance(record, rec.EngineDied | rec.NodeQuarantined | rec.NodeReleased)
+    return isinstance(record, rec.JobSubmitted | rec.JobObserved | rec.JobEnded)
 
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int, int], ...]:

@@ -536,7 +536,8 @@ decisions = Table(
     _counted(),
     _text(
         "policy",
-        "Who decided: `harvest`, or a policy of a run (`placement`, `affinity`, `rebalance`, `window`, `engines`, `agreement`).",
+        "Who decided: `harvest`, `environment` (jobs of environment workers), or a policy of a run (`placement`, `affinity`, `rebalance`,"
+        " `window`, `engines`, `agreement`).",
     ),
     _text("action", "What was decided."),
     _text("subject", "About what: a job, node, sample or engine."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,3 +137,36 @@ def test_an_environment_worker_that_is_taken_back_in_mid_episode_changes_no_toke
                 "no environment worker without its training job", lambda: not environment_jobs(site)
             )
         assert found == agents.undisturbed(environment, tmp_path / "b", max(found.steps))
+
+
+@pytest.mark.timeout(900)
+def test_one_that_its_user_starts_by_hand_joins_and_leaves(tmp_path: Path, small_model: Path) -> None:
+    with agents.ToolServer().serving() as tool:
+        environment = agents.plain(small_model, tool, tmp_path)
+        options = SiteOptions("local", tmp_path / "a", demo_layout(grace_s=1.0), poll_interval_s=0.3)
+        with DemoSite(options) as site:
+            run = agents.write_run(
+                site,
+                environment,
+                run={"steps": 80, "harvest": False},
+                engine={"max_batch": 16},
+                data={"environment_jobs": 1, "environment_workers": 1, "environment_concurrency": 2},
+            )
+            training = agents.submit(site, run, environment)
+            environ = site.env | environment.env | {"SLURM_JOB_ID": "4242", "SLURMD_NODENAME": "cn7"}
+            argv = [sys.executable, "-m", "scavenger", "environment-worker", str(run)]
+            with (site.dir / "by-hand.log").open("wb") as log:
+                started = subprocess.Popen(argv, env=environ, stdout=log, stderr=log)
+            try:
+                played = "SELECT 1 FROM v_episodes WHERE worker = 'cn7 job 4242'"
+                play.wait_for("an episode of its own", lambda: play.ask(site, played), agents.DEADLINE_S)
+                started.terminate()
+                assert started.wait(60) == 75
+                gone = "the environment worker on cn7 job 4242 is gone (it was told to leave)"
+                play.wait_for("its goodbye", lambda: gone in (site.dir / "train.log").read_text())
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{play.logs(site)}") from error
+            finally:
+                started.kill()
+                started.wait()
+            play.cut_short(site, training)
