@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.cluster.model import JobSpec, JobState
+from scavenger.cluster.model import JobSpec
 from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import agents, play
 
@@ -101,13 +101,7 @@ def test_an_environment_worker_that_is_taken_back_in_mid_episode_changes_no_toke
                         agents.DEADLINE_S,
                     )
                     theirs = other_user(site, running[0])
-                    play.wait_for(
-                        "another user's job to have run",
-                        lambda job=theirs: (
-                            (seen := play.job(site, job)) is None or seen.state is JobState.COMPLETED
-                        ),
-                        agents.DEADLINE_S,
-                    )
+                    play.finish(site, theirs, agents.DEADLINE_S)
                 joined = log.read_text().count("an environment worker joined")
                 play.wait_for(
                     "one that came back",
