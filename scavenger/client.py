@@ -302,6 +302,8 @@ class Client(Connection):
             config.algorithm.on_new_version,
             config.algorithm.kv == "keep",
             config.data.curriculum_solved_at if config.data.has_curriculum else None,
+            config.data.environment_jobs,
+            messages.environment_file(str(run.out_dir.absolute())),
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

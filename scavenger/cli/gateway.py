@@ -30,6 +30,13 @@ def gateway(
     logprobs_mode: Annotated[
         str, typer.Option("--logprobs-mode", help="raw_logprobs, as vLLM; or processed_logprobs: as sampled")
     ] = "raw_logprobs",
+    announce: Annotated[
+        bool,
+        typer.Option(
+            "--announce/--no-announce",
+            help="whether to write gateway.HOSTNAME.json; not for a caller that chose the port",
+        ),
+    ] = True,
     over: OverOption = None,
     sets: SetOption = None,
 ) -> None:
@@ -45,5 +52,5 @@ def gateway(
         raise ConfigError(f"{error.name} is not installed", "pip install 'scavenger[gateway]'") from error
     app.serve(
         config.read_run(run, over or (), sets or ()),
-        app.GatewayOptions(host, port, tls_cert, tls_key, logprobs_mode),
+        app.GatewayOptions(host, port, tls_cert, tls_key, logprobs_mode, announce),
     )

@@ -22,6 +22,7 @@ from scavenger.cli import (
     checkpoint,
     doctor,
     drain,
+    environment_worker,
     gateway,
     guest,
     harvester,
@@ -66,6 +67,7 @@ app.command()(init.init)
 app.command()(join.join)
 app.command()(drain.drain)
 app.command()(gateway.gateway)
+app.command()(environment_worker.environment_worker)
 app.command()(guest.guest)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(harvester.harvester)

@@ -175,6 +175,13 @@ class DataSection(Section):
     """Processes, on the host of rank 0, that play episodes."""
     environment_concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
     """Episodes that one of them plays at once."""
+    environment_jobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Further environment workers, in jobs of their own, that may join while the run goes on
+    ([agents.md](agents.md#environment-workers-in-jobs)): the daemon's (`harvest.max_environment_workers`), or yours
+    (`scavenger environment-worker`). 0: none."""
+    environment_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of rank 0's host that they connect to, at the interface and under the name of `weights.listen` and
+    `weights.advertise`. 0: the system chooses. Set it where a firewall stands between training and compute nodes."""
     renderer: dict[str, JsonValue] = {}
     """How conversations become tokens: a configuration of the package `renderers`, such as `{ name = "qwen3" }`.
     Empty: chosen by the model's name, and without tools where that is unknown."""

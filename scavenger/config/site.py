@@ -274,6 +274,14 @@ class HarvestSection(Section):
     max_nodes_per_engine: Positive = 1
     """Nodes of one engine at most (`run.nodes_per_engine`). A run whose engines need more gets none. On a cluster
     without Slurm (`cluster.backend = "local"`) it must be 1."""
+    max_environment_workers: NonNegative = 0
+    """Jobs of environment workers at most, over all runs, without a GPU: for runs of the daemon's own user with
+    `data.environment_jobs` ([agents.md](agents.md#environment-workers-in-jobs)). Of each node the CPUs of engines on its idle GPUs
+    stay free. 0: none."""
+    environment_cpus: Positive = 4
+    """`--cpus-per-task` of such a job."""
+    environment_memory_mb: Positive = 8192
+    """`--mem` of such a job in mebibytes."""
     max_gpus_by_partition: dict[str, NonNegative] = {}
     """GPUs at most that the daemon's jobs are allocated on the nodes of each of the other partitions: `{ a100 = 8 }`.
     It bounds what starts; engines over a limit that was lowered stay until they end."""
@@ -570,7 +578,10 @@ LIVE = frozenset(
         "harvest.headroom_gpus",
         "harvest.headroom_per_node",
         "harvest.job_template",
+        "harvest.environment_cpus",
+        "harvest.environment_memory_mb",
         "harvest.max_engines",
+        "harvest.max_environment_workers",
         "harvest.max_gpus",
         "harvest.max_gpus_by_partition",
         "harvest.max_gpus_by_type",

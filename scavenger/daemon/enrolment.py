@@ -18,7 +18,7 @@ import structlog
 
 from scavenger.errors import AuthError
 from scavenger.ledger.records import Event, Record
-from scavenger.policy.fleet_size import Demand
+from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.protocol import keys
 from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
@@ -127,6 +127,13 @@ class Enrolment:
             if want.owner in accepted
             else replace(want, owner=self._names.get(want.owner, ""), engines=0, reason=why)
             for want in demand
+        ]
+
+    def environments_of_owners(self, demand: Iterable[EnvironmentDemand]) -> list[EnvironmentDemand]:
+        """The same of environment workers."""
+        accepted = set(self._owners.values())
+        return [
+            replace(want, owner=self._names.get(want.owner, "")) for want in demand if want.owner in accepted
         ]
 
 

@@ -76,7 +76,7 @@ NAME_HEADERS = ("idempotency-key", "x-request-id")
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """`logprobs`: which of the two recorded logprobs callers see, by vLLM's names: "raw_logprobs" (vLLM's default) or
-    "processed_logprobs" (under the sampling distribution).
+    "processed_logprobs" (under the sampling distribution). `announce`: whether it writes gateway.HOSTNAME.json.
     """
 
     host: str = "127.0.0.1"
@@ -84,6 +84,7 @@ class GatewayOptions:
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     logprobs: str = "raw_logprobs"
+    announce: bool = True
 
 
 @dataclass(slots=True)
@@ -652,7 +653,8 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
                 ssl_keyfile=options.tls_key,
             )
         )
-        keys.write_private(place, announced)
+        if options.announce:
+            keys.write_private(place, announced)
         log.info("gateway", run=run.name, endpoint=endpoint)
         try:
             with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it

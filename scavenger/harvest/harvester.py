@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -44,11 +45,13 @@ from scavenger.harvest.decide.actions import (
     intent_name,
 )
 from scavenger.harvest.decide.drain import leave_for_blackout_at, must_end_by, unseen
+from scavenger.harvest.decide.environments import EnvironmentLimits
 from scavenger.harvest.execute import job_script
 from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.session import (
+    ENGINE,
     CancelJobs,
     Command,
     Commit,
@@ -64,6 +67,7 @@ from scavenger.harvest.session import (
 )
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.ledger import records as rec
+from scavenger.policy.fleet_size import EnvironmentDemand
 from scavenger.router.core.events import RouterEvent
 
 log = structlog.get_logger()
@@ -248,6 +252,14 @@ class Durable:
         return True
 
 
+def _is_own(file: str) -> bool:
+    """Whether it is there, and this process's own user's."""
+    try:
+        return os.lstat(file).st_uid == os.getuid()
+    except OSError:
+        return False
+
+
 class Harvester:
     """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
     `observed` each view. `drain_notice_s`: how long a drained engine's job may stay. `elsewhere`: its jobs are on a further cluster."""
@@ -357,6 +369,8 @@ class Harvester:
             self._write([rec.NodeReleased(node, now) for node in quarantined])
         for job in jobs:
             intended = job.intended
+            if intended.kind != ENGINE:
+                continue  # it has no key of ours
             try:
                 self._keys.allow_again(intended.intent_id)
             except AuthError as error:
@@ -422,16 +436,17 @@ class Harvester:
 
     async def _cancel_all(self) -> None:
         try:
-            while jobs := self.tracker.jobs({}):
+            while jobs := [*self.tracker.jobs({}), *self.session.environments.jobs({})]:
                 staying = [
                     job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED or job.returned
                 ]
                 chosen = [
                     Cancel(intent_id, "the daemon shuts down", HarvestCode.SHUTDOWN) for intent_id in staying
                 ]
-                listed = [action for action in chosen if self.tracker.intents[action.intent_id].job_id]
+                known = {job.intent_id for job in jobs if job.job_id}
+                listed = [action for action in chosen if action.intent_id in known]
                 await self._perform(self.session.cancel(listed, "{}", self._clock()))
-                output = self.tracker.observe(await self._poller.whole(), self._clock())
+                output = self.session.observe(await self._poller.whole(), {}, (), (), self._clock())
                 self._report(output.records, output.gone)
                 await asyncio.sleep(min(1.0, self.config.cluster.fast_poll_interval_s))
         except ClusterError as error:
@@ -490,6 +505,7 @@ class Harvester:
         self.stop_state.decided(decision, now)
         try:
             await self._perform(session.perform(decision, demand, orphaned_jobs, self._clock()))
+            await self._environments(view, limits)
         except ClusterError as error:
             self._failed(error, rpcs_after_poll, polling=False)
             return
@@ -498,6 +514,26 @@ class Harvester:
         self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
+
+    async def _environments(self, view: ClusterView, limits: HarvestLimits) -> None:
+        """Environment workers, once engines have what they want. Raises as `_perform`."""
+        harvest, session, now = self.config.harvest, self.session, self._clock()
+        demand = [] if self._poller.refused else self._environment_demand()
+        if not demand and not session.environments.intents:
+            return
+        most = EnvironmentLimits(
+            harvest.max_environment_workers, harvest.environment_cpus, harvest.environment_memory_mb
+        )
+        decision = session.decide_environments(view, demand, limits, most, now)
+        await self._perform(session.perform_environments(decision, now))
+
+    def _environment_demand(self) -> list[EnvironmentDemand]:
+        """What runs of this daemon's own user want: an environment is a run's own code, and its job is the user's who submits it.
+
+        On a further cluster none: their file is not there."""
+        if not self.config.harvest.max_environment_workers or self._engines is not None or self._elsewhere:
+            return []
+        return [one for one in self._router.environments() if _is_own(one.file)]
 
     async def _explain(self, failed_starts: Sequence[FailedStart]) -> None:
         """What the log of an engine that could not start ended with belongs to the reason why no more are submitted."""
@@ -629,7 +665,7 @@ class Harvester:
 
     def _mint(self, run: str) -> tuple[str, str]:
         intent_id = intent_name(self._token())
-        return intent_id, self._keys.mint(run, intent_id)
+        return intent_id, self._keys.mint(run, intent_id) if run else ""
 
     async def _submit(self, intent_id: str, action: Submit) -> int:
         """The key file is there before its job, and the key is let in before its worker comes."""
@@ -638,8 +674,11 @@ class Harvester:
             submit = partial(self._elsewhere.submit, self.uid, intent_id, action)
         else:
             backend = self._poller.info.backend
-            spec = job_script.job_spec(self.config, self._template, backend, self.uid, intent_id, action)
+            template = job_script.read_template(None) if action.environment else self._template
+            spec = job_script.job_spec(self.config, template, backend, self.uid, intent_id, action)
             submit = partial(self.cluster.submit, spec)
+            if action.environment:
+                return await self._thread.call(submit)
         try:
             await self._thread.call(self._keys.write, intent_id)
         except OSError as error:
@@ -682,13 +721,17 @@ class Harvester:
     def _next_poll(self, now: float, *, stop_changed: bool) -> tuple[float, PollKind, bool]:
         """When the next poll is due (`monotonic`), which it is, and whether something moved since the last decision."""
         demand = self._router.demand()
+        environments = self._environment_demand()
         moved = self._poked.is_set() or stop_changed or self.session.moved(demand)
+        moved |= self.session.environments_moved(environments)
         no_jobs = all(one.standby for one in self.tracker.intents.values())
-        at_rest = no_jobs and not any(d.engines for d in demand)
+        no_jobs &= not self.session.environments.intents
+        at_rest = no_jobs and not any(d.engines for d in demand) and not environments
         # A new stop forces a poll now. Lifting it waits for the RPC budget, or a file toggled repeatedly would cause a poll each time.
         stopped_anew = stop_changed and self.stop_state.stop_read is not None
         by = now if stopped_anew else self._drains_due_at
-        expecting = self.tracker.expecting(self._clock())
+        trackers = (self.tracker, self.session.environments)
+        expecting = any(one.expecting(self._clock()) for one in trackers)
         return *self._pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest, by=by), moved
 
     def _drain_while_slurm_fails(self) -> None:

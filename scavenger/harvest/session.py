@@ -23,6 +23,7 @@ to poll.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,17 +46,20 @@ from scavenger.harvest.decide.actions import (
     Release,
     Submit,
 )
+from scavenger.harvest.decide.environments import EnvironmentDecision, EnvironmentLimits, decide_environments
 from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
 from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
 from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
-from scavenger.policy.fleet_size import Demand, within_owners
+from scavenger.policy.fleet_size import Demand, EnvironmentDemand, within_owners
 from scavenger.policy.idle_gpus import Idling
 from scavenger.protocol.messages import RUN_NAME_PATTERN
 from scavenger.router.core.events import CondemnedEngine, IntentRevoked, RouterEvent, WorkerLife
 
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
+#: Kinds of jobs, as the ledger calls them; the latter is also who decided about them.
+ENGINE, ENVIRONMENT = "engine", "environment"
 #: For each connected worker, by intent: how many samples it generates, and since when it has none (Unix s).
 Leases = Mapping[str, tuple[int, float]]
 
@@ -132,10 +136,12 @@ def resume(procedure: Procedure[object], outcome: Outcome | None) -> Command | N
 
 
 class HarvestSession:
-    """See the module. `mint` names a new intent of a run and makes its worker's key: (run) -> (intent, public key)."""
+    """See the module. `mint` names a new intent of a run and makes its engine's key: (run) -> (intent, public key); for "" none is made."""
 
     def __init__(self, rules: TrackerRules, mint: Callable[[str], tuple[str, str]]) -> None:
         self.tracker = Tracker(rules)
+        #: Jobs of environment workers: their ends say nothing of nodes and of engines.
+        self.environments = Tracker(rules)
         self.idling = Idling()
         self.waits = OtherUsersWaits(rules.user)
         self.steers = True  # whether Slurm lets us release a standby job: without that there are none
@@ -145,6 +151,8 @@ class HarvestSession:
             int, str
         ] = {}  # by run that ever wanted engines: those of one that ended leave later
         self._last_reason = ""  # why nothing was done, as last recorded
+        self._last_environments = ""  # the same of environment workers
+        self._environments_decided_on: tuple[tuple[int, int], ...] = ()
         self._refused_names = set[int]()  # runs
         self._without: dict[int, float] = {}  # since when runs have wanted engines and had none
         self._divided: dict[int, int] = {}  # engines by run, as last recorded
@@ -153,7 +161,8 @@ class HarvestSession:
         self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
     ) -> None:
         """Take over what the ledger has of our jobs and of other users' waits, before the first view."""
-        self.tracker.restore(jobs, now)
+        self.tracker.restore([one for one in jobs if one.intended.kind == ENGINE], now)
+        self.environments.restore([one for one in jobs if one.intended.kind != ENGINE], now)
         self.waits.restore(waits, now)
 
     # ---------------------------------------------------------------- what is seen
@@ -171,7 +180,15 @@ class HarvestSession:
         self.tracker.works(intent_id for intent_id, (n_leases, _) in leases.items() if n_leases)
         self.tracker.heard(lives)
         self.tracker.condemned(condemned, now)
-        return self.tracker.observe(view, now)
+        found = self.tracker.observe(view, now)
+        beside = self.environments.observe(view, now)
+        return replace(
+            found,
+            records=(*found.records, *(one for one in beside.records if _of_environments(one))),
+            # Each of the two has intents that the other does not know.
+            orphaned_jobs=tuple(sorted({*found.orphaned_jobs} & {*beside.orphaned_jobs})),
+            ended=(*found.ended, *beside.ended),
+        )
 
     def use_records(self, view: ClusterView, partition: str, now: float) -> list[rec.Record]:
         """For the ledger, of a whole view: how the partition's GPUs are used, and which other users' jobs wait beside ours."""
@@ -189,6 +206,10 @@ class HarvestSession:
     def moved(self, asked: Sequence[Demand]) -> bool:
         """Whether the runs want other engines than when it was last decided."""
         return _shape(asked) != self._decided_on
+
+    def environments_moved(self, asked: Sequence[EnvironmentDemand]) -> bool:
+        """Whether they want another number of environment workers."""
+        return _workers(asked) != self._environments_decided_on
 
     def take_demand(
         self, asked: Sequence[Demand], most_gpus: Callable[[str], int | None], refused: str, now: float
@@ -219,7 +240,50 @@ class HarvestSession:
             limits = replace(limits, waiting_since=self._waiting(demand, now))
         if not self.steers:
             limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
+        view = _without(view, self.environments)  # where one of them waits, no other user is about to begin
         return decide.decide(view, demand, self.tracker.jobs(leases, self._owners), limits, now)
+
+    def decide_environments(
+        self,
+        view: ClusterView,
+        demand: Sequence[EnvironmentDemand],
+        limits: HarvestLimits,
+        most: EnvironmentLimits,
+        now: float,
+    ) -> EnvironmentDecision:
+        """What to do about environment workers, on the same view. `limits`: as engines', but for what their jobs' failures say."""
+        self._environments_decided_on = _workers(demand)
+        if limits.restrictions.not_before < math.inf:  # else an admin has paused all
+            not_before, why = self.environments.health.backoff()
+            own = replace(limits.restrictions, not_before=not_before, not_before_reason=why)
+            limits = replace(limits, restrictions=own)
+        jobs, engines = self.environments.jobs({}, self._owners), self.tracker.held()
+        view = _without(view, self.tracker)
+        return decide_environments(view, demand, jobs, engines, limits, most, now)
+
+    def perform_environments(self, decision: EnvironmentDecision, now: float) -> Procedure[None]:
+        """Carry it out, as `perform`."""
+        inputs = as_json({"decision": decision.reason})
+        if not decision.actions:
+            if decision.reason != self._last_environments:
+                why, code = decision.reason, decision.code
+                yield Report([rec.Decision(ENVIRONMENT, "none", "", why, inputs, now, code)])
+            self._last_environments = decision.reason
+            return
+        self._last_environments = ""
+        leaving = [action for action in decision.actions if not isinstance(action, Submit)]
+        yield from self.cancel(leaving, inputs, now)
+        for action in decision.actions:
+            if isinstance(action, Submit):
+                confirmed = yield Confirm()
+                if not confirmed.done or not (yield from self._submit(action, inputs, confirmed.now)):
+                    return
+
+    def _kind_of(self, intent_id: str) -> tuple[str, Tracker]:
+        """Who decided about it, and who follows it."""
+        if intent_id in self.environments.intents:
+            return ENVIRONMENT, self.environments
+        return "harvest", self.tracker
 
     def _waiting(self, demand: Sequence[Demand], now: float) -> tuple[tuple[int, float], ...]:
         """Since when each run has wanted engines while none of its own ran."""
@@ -288,11 +352,17 @@ class HarvestSession:
         """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up. Returns when it was done."""
         if not actions:
             return now
-        yield Report([_decided(action, action.intent_id, inputs, now) for action in actions])
-        ids = {action.intent_id: self.tracker.intents[action.intent_id].job_id for action in actions}
+        kinds = {action.intent_id: self._kind_of(action.intent_id) for action in actions}
+        yield Report(
+            [
+                _decided(action, action.intent_id, inputs, now, kinds[action.intent_id][0])
+                for action in actions
+            ]
+        )
+        ids = {name: tracker.intents[name].job_id for name, (_, tracker) in kinds.items()}
         for action in actions:
             if not ids[action.intent_id]:
-                self.tracker.revoke(action.intent_id, DrainKind.DRAINING, action.reason, now)
+                kinds[action.intent_id][1].revoke(action.intent_id, DrainKind.DRAINING, action.reason, now)
         if known := tuple(sorted(job_id for job_id in ids.values() if job_id)):
             # A daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away. A stalled ledger does
             # not keep our engines on GPUs that others wait for: that a job was cancelled the queue tells as well.
@@ -300,7 +370,7 @@ class HarvestSession:
             now = _unless_failed((yield CancelJobs(known)))
         for action in actions:
             if ids[action.intent_id]:
-                self.tracker.revoke(action.intent_id, DrainKind.CANCELLED, action.reason, now)
+                kinds[action.intent_id][1].revoke(action.intent_id, DrainKind.CANCELLED, action.reason, now)
         return now
 
     def _cancel_orphaned(self, job_ids: tuple[int, ...], now: float) -> Procedure[None]:
@@ -341,7 +411,10 @@ class HarvestSession:
                 why = "no job can carry this name"
                 yield Report([rec.Event("run_name_refused", action.run_id, repr(action.run), why, "{}", now)])
             return True
-        intent_id, public_key = self._mint(action.run)
+        kind, policy, tracker = ENGINE, "harvest", self.tracker
+        if action.environment:
+            kind, policy, tracker = ENVIRONMENT, ENVIRONMENT, self.environments
+        intent_id, public_key = self._mint("" if action.environment else action.run)
         intended = rec.JobIntended(
             intent_id,
             action.run_id,
@@ -351,22 +424,23 @@ class HarvestSession:
             now,
             ",".join(action.nodelist),
             action.nodes,
+            kind=kind,
         )
-        committed = yield Commit([intended, _decided(action, intent_id, inputs, now)])
-        self.tracker.intend(intended, committed.now, standby=action.standby)
+        committed = yield Commit([intended, _decided(action, intent_id, inputs, now, policy)])
+        tracker.intend(intended, committed.now, standby=action.standby)
         if not committed.done:
             # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
             why = "the ledger is stalled: the intent is not durable"
-            yield _concluded(self.tracker.submit_refused(intent_id, why, committed.now))
+            yield _concluded(tracker.submit_refused(intent_id, why, committed.now))
             return False
         answer = yield SubmitJob(intent_id, action)
         match answer.error:
             case None:
-                output = self.tracker.submitted(intent_id, answer.job_id, answer.now)
+                output = tracker.submitted(intent_id, answer.job_id, answer.now)
             case SubmitUnknown() | ClusterUnavailable() as error:
-                output = self.tracker.submit_unknown(intent_id, error.cause, answer.now)
+                output = tracker.submit_unknown(intent_id, error.cause, answer.now)
             case error:
-                output = self.tracker.submit_refused(intent_id, error.cause, answer.now)
+                output = tracker.submit_refused(intent_id, error.cause, answer.now)
         yield _concluded(output)
         return answer.error is None
 
@@ -382,7 +456,9 @@ def _concluded(output: Output) -> Report:
     return Report(output.records, output.gone)
 
 
-def _decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
+def _decided(
+    action: Action, intent_id: str, inputs: str, now: float, policy: str = "harvest"
+) -> rec.Decision:
     """The record of one action."""
     names = {
         Submit: "submit",
@@ -391,7 +467,24 @@ def _decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Dec
         DrainAllocated: "drain",
         Cancel: "cancel",
     }
-    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
+    return rec.Decision(policy, names[type(action)], intent_id, action.reason, inputs, now, action.code)
+
+
+def _without(view: ClusterView, tracker: Tracker) -> ClusterView:
+    """A view without these jobs of ours."""
+    ids = tracker.job_ids()
+    return replace(view, jobs=tuple(job for job in view.jobs if job.job_id not in ids)) if ids else view
+
+
+def _workers(demand: Sequence[EnvironmentDemand]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((one.run_id, one.workers) for one in demand))
+
+
+def _of_environments(record: rec.Record) -> bool:
+    """What an environment worker's job tells of itself, and not of engines: it is allocated no GPU, and says nothing of its node."""
+    if isinstance(record, rec.Event):
+        return not record.kind.startswith("node_")
+    return isinstance(record, rec.JobSubmitted | rec.JobObserved | rec.JobEnded)
 
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int, int], ...]:

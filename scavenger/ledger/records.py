@@ -251,12 +251,13 @@ class EpisodeBegun(Record, frozen=True):
 
 
 class EpisodeEnded(Record, frozen=True):
-    """`state`: "ended" by its gateway, or "stopped" with its run."""
+    """`state`: "ended" by its gateway, or "stopped" with its run. `worker`: the environment worker that played it; "": none is known."""
 
     episode_id: int
     state: str
     reason: str
     at: float
+    worker: str = ""
 
 
 class TurnBegun(Record, frozen=True):
@@ -340,7 +341,7 @@ class WorkerLeft(Record, frozen=True):
 
 class JobIntended(Record, frozen=True):
     """Written before the submission, so that no job of ours is ever unknown. `gpus`: on all of its `nodes`. `pinned`: the nodes that it is
-    for, joined by ","; "": Slurm chooses."""
+    for, joined by ","; "": Slurm chooses. `kind`: "engine" or "environment"; the latter has no `worker_key`."""
 
     intent_id: str
     run_id: int
@@ -351,6 +352,7 @@ class JobIntended(Record, frozen=True):
     pinned: str = ""
     nodes: int = 1
     cluster: str = ""  # "" = the daemon's own
+    kind: str = "engine"
 
 
 class JobSubmitted(Record, frozen=True):

@@ -37,8 +37,8 @@ def _counted() -> Column[int]:
     return Column("id", Int, primary_key=True, autoincrement=True, doc="Counted by the database.")
 
 
-def _text(name: str, doc: str) -> Column[str]:
-    return Column(name, Text, nullable=False, doc=doc)
+def _text(name: str, doc: str, server_default: str | None = None) -> Column[str]:
+    return Column(name, Text, nullable=False, doc=doc, server_default=server_default)
 
 
 def _time(name: str, doc: str) -> Column[float]:
@@ -359,6 +359,10 @@ episodes = Table(
     _text("reason", "Why it ended; empty while it is open."),
     _time("begun_at", "When its first turn was asked for."),
     _maybe_time("ended_at", "When it ended; null while it is open."),
+    _text(
+        "worker",
+        "The environment worker that played it to its end: its host, and its job where it has one of its own. Empty: none is known.",
+    ),
     Index("ix_episodes_run", "run_id", "state"),
     **_row("one agent on one task, as a gateway names it"),
 )
@@ -461,7 +465,7 @@ jobs = Table(
     _int("run_id", "The run that it was submitted for."),
     _text("partition", "Slurm's partition."),
     _int("gpus", "GPUs on all of its nodes."),
-    _text("worker_key", "Public key of its engine."),
+    _text("worker_key", "Public key of its engine; empty where it runs none."),
     _time("intended_at", "When its submission was decided."),
     _int("job_id", "Slurm's job id; 0: not known to be submitted."),
     _maybe_time("submitted_at", "When `sbatch` replied."),
@@ -477,6 +481,9 @@ jobs = Table(
     _text("pinned", "The nodes that it was submitted for, joined by `,`; empty: Slurm chooses."),
     _int("nodes", "On how many nodes its engine runs.", server_default="1"),
     _cluster(),
+    _text(
+        "kind", "What it runs: `engine`, or `environment` (an environment worker).", server_default="engine"
+    ),
     Index("ix_jobs_ended", "ended_at"),
     Index("ix_jobs_job", "job_id"),
     **_row("one harvested Slurm job, from intent to end"),
@@ -541,7 +548,8 @@ decisions = Table(
     _counted(),
     _text(
         "policy",
-        "Who decided: `harvest`, or a policy of a run (`placement`, `affinity`, `rebalance`, `window`, `engines`, `agreement`).",
+        "Who decided: `harvest`, `environment` (jobs of environment workers), or a policy of a run (`placement`, `affinity`, `rebalance`,"
+        " `window`, `engines`, `agreement`).",
     ),
     _text("action", "What was decided."),
     _text("subject", "About what: a job, node, sample or engine."),

@@ -263,6 +263,17 @@ def without(demand: Sequence[Demand], elsewhere: Mapping[int, int]) -> list[Dema
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentDemand:
+    """How many environment workers in jobs a run lets join, and the file by which they do. `owner`: who owns the run, "" = not known."""
+
+    run_id: int
+    run: str
+    workers: int
+    file: str
+    owner: str = ""
+
+
 def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | None]) -> list[Demand]:
     """The demand, with the engines of each owner's runs within `most_gpus` of the owner together (None: no limit).
 

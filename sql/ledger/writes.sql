@@ -134,12 +134,12 @@ SET state='complete', reason='', advantage=NULL, ended_step=0, ended_attempt=0, 
 WHERE samples.sample_id = :p_sample_id;
 
 -- EpisodeBegun
-INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at)
-VALUES (:p_episode_id, :p_run_id, :p_name, 'open', '', :p_at);
+INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at, worker)
+VALUES (:p_episode_id, :p_run_id, :p_name, 'open', '', :p_at, '');
 
 -- EpisodeEnded
 UPDATE episodes
-SET state=:p_state, reason=:p_reason, ended_at=:p_at
+SET state=:p_state, reason=:p_reason, ended_at=:p_at, worker=:p_worker
 WHERE episodes.episode_id = :p_episode_id;
 
 -- TurnBegun
@@ -175,9 +175,9 @@ WHERE workers.worker_id = :p_worker_id;
 
 -- JobIntended
 INSERT INTO jobs (intent_id, run_id, partition, gpus, worker_key, intended_at, job_id, last_state, flags, reason, node,
-    restart_count, pinned, nodes, cluster)
+    restart_count, pinned, nodes, cluster, kind)
 VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned, :p_nodes,
-    :p_cluster);
+    :p_cluster, :p_kind);
 
 -- JobSubmitted
 UPDATE jobs

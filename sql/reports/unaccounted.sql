@@ -36,7 +36,7 @@ SELECT 'seen to run without an allocation', COALESCE(j.run_id, 0), s.intent_id,
        'job ' || CAST(s.job_id AS text) || ', restart ' || CAST(s.restart_count AS text) || ', on ' || max(s.node)
 FROM v_job_states s
 LEFT JOIN v_jobs j ON j.intent_id = s.intent_id
-WHERE s.state IN ('RUNNING', 'SUSPENDED') AND s.flags NOT LIKE '%COMPLETING%'
+WHERE COALESCE(j.kind, 'engine') = 'engine' AND s.state IN ('RUNNING', 'SUSPENDED') AND s.flags NOT LIKE '%COMPLETING%'
   AND NOT EXISTS (SELECT 1 FROM v_gpu_allocations h WHERE h.intent_id = s.intent_id AND h.restart_count = s.restart_count)
 GROUP BY j.run_id, s.intent_id, s.job_id, s.restart_count
 UNION ALL
@@ -45,7 +45,7 @@ SELECT 'fewer allocations that ended than restarts', j.run_id, j.intent_id,
        || CAST((SELECT count(*) FROM v_gpu_allocations h WHERE h.intent_id = j.intent_id AND h.restart_count < j.restart_count
                 AND h.ended_at IS NOT NULL) AS text) || ' allocations say so'
 FROM v_jobs j
-WHERE j.restart_count > 0 AND (j.ended_at IS NOT NULL OR j.flags NOT LIKE '%COMPLETING%')
+WHERE j.kind = 'engine' AND j.restart_count > 0 AND (j.ended_at IS NOT NULL OR j.flags NOT LIKE '%COMPLETING%')
   AND j.restart_count > (SELECT count(*) FROM v_gpu_allocations h WHERE h.intent_id = j.intent_id AND h.restart_count < j.restart_count
                          AND h.ended_at IS NOT NULL)
 UNION ALL

@@ -20,7 +20,7 @@ wasted AS (
     UNION ALL
     SELECT j.intent_id, j.job_id, j.restart_count, '', j.gpus, j.ended_at, 0.0, '', '', CASE WHEN j.job_id = 0 THEN 'never submitted' ELSE 'never started' END
     FROM v_jobs j
-    WHERE j.ended_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM v_gpu_allocations h WHERE h.intent_id = j.intent_id)
+    WHERE j.kind = 'engine' AND j.ended_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM v_gpu_allocations h WHERE h.intent_id = j.intent_id)
 )
 SELECT round(CAST(w.ended_at AS numeric), 1) AS ended_unix_s, COALESCE(r.name, '') AS run, COALESCE(r.owner, '') AS owner, w.job_id,
        w.restart_count, w.node, w.gpus, round(CAST(w.allocated_s AS numeric), 1) AS allocated_s,

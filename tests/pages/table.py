@@ -366,6 +366,9 @@ wait %1""": By(
             "tests/system/test_chaos.py::test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_ask_nothing_again"
         ),
         "scavenger gateway run.toml": GATEWAY,
+        "srun --partition=cpu --cpus-per-task=4 scavenger environment-worker run.toml": By(
+            "tests/system/test_environment_jobs.py::test_one_that_its_user_starts_by_hand_joins_and_leaves"
+        ),
         """curl -s -X POST $ENDPOINT/episodes -H "Authorization: Bearer $ADMIN_KEY" -d '{"episode": "task-17"}'""": GATEWAY,
         "scavenger ledger report episodes --since 1h": SERVED,
         "scavenger ledger tokens SAMPLE_ID --format text": Here(put={"SAMPLE_ID": "11"}, says="<w11000>"),

@@ -2,6 +2,8 @@
 
     run.py        rank 0: episodes in the place of samples; what a step took of them
     pool.py       environment workers' processes: who plays what, and what becomes of an episode whose worker is lost
+    remote.py     rank 0's socket to environment workers in jobs of their own
+    remote_worker.py  such a job's process: a worker's process, its gateway, and the socket
     worker.py     such a process: the package `verifiers`, which nothing else imports
     relay.py      in it: agents' calls on their way to the gateway, each with its episode's key and its name
     tools.py      in it: agents' calls of tools, recorded where their effects are outside

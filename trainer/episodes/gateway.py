@@ -58,17 +58,26 @@ def _free_port() -> int:
 class RunGateway:
     """`arguments`: run.toml, and what is laid over it. Use as a context manager; `endpoint` is known at once, and answers once the run is
     open (`wait`).
+
+    With `out_dir` None it is of its caller's own, in `folder`: no other one is looked for, it announces itself to nobody, and episodes are
+    begun elsewhere.
     """
 
-    def __init__(self, out_dir: Path, arguments: Sequence[str], say: Callable[[str], None] = print) -> None:
-        self._out_dir, self._arguments, self._say = out_dir, list(arguments), say
+    def __init__(
+        self,
+        out_dir: Path | None,
+        arguments: Sequence[str],
+        say: Callable[[str], None] = print,
+        folder: Path | None = None,
+    ) -> None:
+        self._out_dir, self._arguments, self._say, self._folder = out_dir, list(arguments), say, folder
         self._process: subprocess.Popen[bytes] | None = None
         self._http = httpx2.Client(timeout=60.0)
         self._starts = 0
         self.endpoint = self._admin_key = ""
 
     def __enter__(self) -> Self:
-        there = announced(self._out_dir)
+        there = announced(self._out_dir) if self._out_dir is not None else None
         if there is not None and there.logprobs == LOGPROBS and self._answers(there.endpoint):
             self.endpoint, self._admin_key = there.endpoint, there.admin_key
             self._say(f"episodes call the gateway that runs here: {self.endpoint}")
@@ -104,7 +113,7 @@ class RunGateway:
                     "look at the daemon: `scavenger status`",
                 )
             time.sleep(0.1)  # a process's start cannot be waited for otherwise
-        found = announced(self._out_dir)
+        found = announced(self._out_dir) if self._out_dir is not None else None
         self._admin_key = found.admin_key if found is not None else ""  # of all gateways of a run the same
 
     def check(self) -> None:
@@ -143,10 +152,18 @@ class RunGateway:
         self._starts += 1
         port = self.endpoint.rpartition(":")[2]
         argv = [sys.executable, "-m", "trainer.episodes.gateway", "gateway", *self._arguments]
-        self._process = subprocess.Popen([*argv, "--port", port, "--logprobs-mode", LOGPROBS])
+        argv += ["--port", port, "--logprobs-mode", LOGPROBS]
+        argv += ["--no-announce"] if self._out_dir is None else []
+        self._process = subprocess.Popen(argv, cwd=self._folder)
+
+    @property
+    def starts(self) -> int:
+        """How often it was started."""
+        return self._starts
 
     def _is_up(self) -> bool:
-        return self._answers(self.endpoint) and announced(self._out_dir) is not None
+        there = self._out_dir is None or announced(self._out_dir) is not None
+        return self._answers(self.endpoint) and there
 
     def _answers(self, endpoint: str) -> bool:
         with contextlib.suppress(httpx2.HTTPError):

@@ -6,6 +6,7 @@ Boundary: the trainer's set-up, and `init --check`.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 from scavenger.client import Run
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, RewardError
+from scavenger.protocol import keys
+from scavenger.weights.source import serving_interface
 from trainer.data.prompts import TaskSet
-from trainer.episodes import wire
+from trainer.episodes import remote, wire
 from trainer.episodes.gateway import RunGateway
 from trainer.episodes.pool import EnvironmentPool
 from trainer.episodes.run import EpisodeRun, PlaySettings
@@ -96,6 +99,27 @@ def sandbox_of(config: RunConfig) -> wire.Sandbox | None:
     )
 
 
+def jobs_of(config: RunConfig, arguments: Sequence[str]) -> remote.PortSettings | None:
+    """Where environment workers in jobs join. None: none may. Raises `DaemonUnavailable` where `weights.listen` is empty and no daemon says
+    where it listens.
+    """
+    data, weights = config.data, config.weights
+    if not data.environment_jobs:
+        return None
+    endpoint = "" if weights.listen else keys.read_rendezvous(config.run.state_dir).endpoint
+    return remote.PortSettings(
+        (config.run.out_dir / remote.FILE).absolute(),
+        data.environment_jobs,
+        config.run.name,
+        tuple(arguments),
+        str(Path.cwd()),
+        str(data.environment_python or sys.executable),
+        serving_interface(weights.listen, endpoint),
+        data.environment_port,
+        weights.advertise,
+    )
+
+
 def version_of(config: RunConfig, ready: wire.Ready) -> str:
     """Of what gives the rewards: rewards that an earlier attempt recorded are taken only of the same."""
     return (config.reward.version or ready.version)[:MOST_VERSION_CHARS]
@@ -124,6 +148,7 @@ def opened(
             concurrency=data.environment_concurrency,
             python=data.environment_python,
             say=say,
+            jobs=jobs_of(config, arguments),
         ) as pool,
     ):
         ready = pool.ready

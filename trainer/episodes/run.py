@@ -494,6 +494,7 @@ def outcomes_of(
             messages.words(reason),
             outcome.reward_version,
             tuple(messages.named_request(name, call) for call in calls),
+            played.worker[:512] if played is not None else "",
         ),
         *(
             messages.EpisodeOutcome(life, "masked", math.nan, 0.0, messages.words(why))

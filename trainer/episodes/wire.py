@@ -3,12 +3,32 @@
     rank 0 -> worker   Setup once, then Play for each episode
     worker -> rank 0   Ready once, then Played for each episode, in the order in which they end
 
+A worker in a job of its own is reached by a socket, one message a frame, with these around the above (`remote`, `remote_worker`):
+
+    worker -> rank 0   Hello first; Alive every `BEAT_S`; Goodbye last
+    rank 0 -> worker   Alive every `BEAT_S`; Leave at the pool's end; Refused in the place of anything else
+
 Boundary: the wire, so that a worker's interpreter needs nothing else of the trainer.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, TypeVar
+
 import msgspec
+
+from scavenger.errors import WireError
+from scavenger.protocol.messages.common import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, BoundedText
+
+#: Between two signs of life over a socket, and the silence after which the other side counts as lost.
+BEAT_S, LEASE_S = 2.0, 15.0
+#: Of an environment's words that a message quotes.
+MOST_WORDS = 1 << 20
+#: Model calls of one episode, and rows of it.
+MOST_CALLS = 1 << 16
+
+
+Words = Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
 
 
 class Sandbox(msgspec.Struct, frozen=True):
@@ -56,11 +76,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The environment is loaded, or (`error`) it cannot be. `tasks`: how many, 0 = without end. `digest`: of tasks and environment."""
 
     tasks: int = 0
-    digest: str = ""
-    version: str = ""
-    error: str = ""
-    remedy: str = ""
-    output: str = ""
+    digest: BoundedText = ""
+    version: BoundedText = ""
+    error: Words = ""
+    remedy: Words = ""
+    output: Words = ""
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -79,26 +99,103 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
 
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
     "length" where a limit ended it, else "stop".
-    `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`.
+    `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`. `worker`: who played it; the pool says so.
     """
 
     episode: str
-    reward: float = 0.0
+    reward: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] = 0.0
     parts: dict[str, float] = {}
-    branches: tuple[Branch, ...] = ()
-    calls: tuple[str, ...] = ()
-    versions: tuple[int, ...] = ()
+    branches: Annotated[tuple[Branch, ...], msgspec.Meta(max_length=MOST_CALLS)] = ()
+    calls: Annotated[tuple[BoundedText, ...], msgspec.Meta(max_length=MOST_CALLS)] = ()
+    versions: Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_CALLS)] = ()
     finish: str = "stop"
     stopped_by: str = ""
     seconds: float = 0.0
     seconds_model: float = 0.0
-    error: str = ""
-    output: str = ""
-    again: str = ""
+    error: Words = ""
+    output: Words = ""
+    again: Words = ""
     gone: bool = False
     final: bool = False
-    note: str = ""
+    note: Words = ""
+    worker: str = ""
 
+    def __post_init__(self) -> None:
+        if len(self.calls) != len(self.versions):
+            raise ValueError(f"{len(self.calls)} calls with {len(self.versions)} versions")
+
+
+# ---------------------------------------------------------------- over a socket
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker's first message. `release`: both ends are of one. `host`, `job`: where it runs; `job` is Slurm's id, "" outside one."""
+
+    release: Annotated[str, msgspec.Meta(max_length=64)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    job: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The sender is there."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The worker leaves: what it played is for others. `failed`: its process ended by itself, which an episode may have caused."""
+
+    reason: BoundedText
+    failed: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The pool closes."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Rank 0 gives this worker nothing. `again`: it may join once more."""
+
+    reason: BoundedText
+    remedy: BoundedText = ""
+    again: bool = False
+
+
+FromRemote = Hello | Ready | Played | Alive | Goodbye
+ToRemote = Setup | Play | Alive | Leave | Refused
 
 to_worker: msgspec.msgpack.Decoder[Setup | Play] = msgspec.msgpack.Decoder(Setup | Play)
 to_trainer: msgspec.msgpack.Decoder[Ready | Played] = msgspec.msgpack.Decoder(Ready | Played)
+_from_remote: msgspec.msgpack.Decoder[FromRemote] = msgspec.msgpack.Decoder(FromRemote)
+_to_remote: msgspec.msgpack.Decoder[ToRemote] = msgspec.msgpack.Decoder(ToRemote)
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def from_remote(frame: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> FromRemote:
+    """What a worker sent over a socket. Raises `WireError`."""
+    return _decoded(_from_remote, frame, most_bytes)
+
+
+def hello_of(frame: bytes) -> Hello:
+    """A worker's first message. Raises `WireError` for any other one."""
+    found = _decoded(_from_remote, frame, MAX_HELLO_BYTES)
+    if not isinstance(found, Hello):
+        raise WireError(f"{type(found).__name__} before Hello")
+    return found
+
+
+def to_remote(frame: bytes) -> ToRemote:
+    """What rank 0 sent over a socket. Raises `WireError`."""
+    return _decoded(_to_remote, frame, MAX_MESSAGE_BYTES)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes, most_bytes: int) -> T:
+    if len(frame) > most_bytes:
+        raise WireError(f"a message of {len(frame):,} bytes is over the limit of {most_bytes:,}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
+        raise WireError(f"not a message of an environment worker: {error}") from error

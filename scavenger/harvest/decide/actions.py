@@ -41,6 +41,7 @@ class HarvestCode(StrEnum):
     ACCOUNT_LIMIT = (
         "account_limit"  # Slurm itself holds a job of ours back: a limit of its QOS, account or user
     )
+    MAX_ENVIRONMENTS = "max_environments"  # harvest.max_environment_workers
     PREEMPTIONS = "preemptions"  # max_preemptions_per_hour
     OTHER_USERS_PENDING = "other_users_pending"
     HEADROOM = "headroom"
@@ -256,7 +257,7 @@ class HarvestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One job for one engine. `nodelist` empty: Slurm chooses among the partition's nodes less `exclude`.
+    """One job for one engine, or for one environment worker. `nodelist` empty: Slurm chooses among the partition's nodes less `exclude`.
 
     `gpus`, `cpus`, `memory_mb`: on each of its `nodes`; the latter two at most its GPUs' share of the node's; 0: as configured.
     `most_s`: what its time limit may be at most; 0: no such.
@@ -277,6 +278,8 @@ class Submit:
     standby: bool = False  # it begins where and when it is released
     owner: str = ""  # of the run, as the job's comment says it
     nodes: int = 1
+    #: By which file an environment worker joins its run; "": it is the job of an engine.
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def asked_to_drain(
     now: float,
 ) -> list[Drain]:
     """What leaves of `staying`: what Slurm would end anyway first, and for other users only what is still needed then."""
-    leaves = _ending(view, queue, staying, limits, now)
+    leaves = ending(view, queue, staying, limits, now)
     gone = {action.intent_id for action in leaves}
     left = [job for job in staying if job.intent_id not in gone]
     return leaves + [
@@ -93,7 +93,7 @@ def asked_to_drain(
     ]
 
 
-def _ending(
+def ending(
     view: ClusterView, queue: QueueScan, staying: Sequence[OurJob], limits: HarvestLimits, now: float
 ) -> list[Drain]:
     """Engines whose GPUs are not ours for long any more, whether other users want them or not."""

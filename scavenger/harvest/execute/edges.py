@@ -22,7 +22,7 @@ from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
-from scavenger.policy.fleet_size import Demand
+from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.protocol import keys
 from scavenger.router.core.events import CondemnedEngine, PeerIdentity, RouterEvent, WorkerLife
 
@@ -45,8 +45,8 @@ class RouterLink:
     """What the harvester asks of the router, and what it reports to it and to its key ring.
 
     `leases`: for each connected worker, by intent: how many samples it generates, and since when it has none (Unix s). `lives`: the
-    engines of our jobs that have registered. `condemned`: engines that were set aside, the newest last. `register` lets in the
-    worker with this public key, `unregister` no longer.
+    engines of our jobs that have registered. `condemned`: engines that were set aside, the newest last. `environments`: environment
+    workers in jobs that runs let join. `register` lets in the worker with this public key, `unregister` no longer.
     """
 
     post: Callable[[RouterEvent], None]
@@ -56,6 +56,7 @@ class RouterLink:
     unregister: Callable[[str], None]
     lives: Callable[[], Sequence[WorkerLife]] = tuple
     condemned: Callable[[], Sequence[CondemnedEngine]] = tuple
+    environments: Callable[[], Sequence[EnvironmentDemand]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

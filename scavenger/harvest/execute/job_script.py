@@ -39,7 +39,8 @@ class JobScript:
     asked, whose answer decides what is built. `container`: what stands before the engine's command, or "".
     `after_drain`: what the job does on Slurm's notice. `code`: the release that is to run, "" for any.
     `pull_mb_per_s`: what all harvested engines on a node may fetch of weights together; 0 for no bound. `nodes`: of the
-    engine; its command runs once on each."""
+    engine; its command runs once on each. `environment`: by which file an environment worker, which is in the engine's place, joins its
+    run; "": it is an engine."""
 
     backend: Literal["slurm", "local"]
     python: str
@@ -54,6 +55,7 @@ class JobScript:
     code: str = ""
     pull_mb_per_s: float = 0.0
     nodes: int = 1
+    environment: str = ""
 
 
 def _quote(value: object) -> str:
@@ -152,11 +154,12 @@ def job_spec(
         engine=submit.engine,
         omp_threads=cpus,
         local_dir=str(local_dir.resolve()) if local_dir is not None else "",
-        container=harvest.container,
+        container="" if submit.environment else harvest.container,
         after_drain=harvest.after_drain,
         code=__version__,
         pull_mb_per_s=harvest.pull_mb_per_s,
         nodes=submit.nodes,
+        environment=submit.environment,
     )
     return JobSpec(
         name=intent_id,
@@ -168,7 +171,7 @@ def job_spec(
         tasks=submit.nodes,
         cpus_per_task=cpus,
         memory_mb=submit.memory_mb or harvest.memory_mb_per_engine,
-        gpu_type=harvest.gpu_type,
+        gpu_type="" if submit.environment else harvest.gpu_type,
         time_s=limit_s,
         time_min_s=time_min_s if time_min_s < limit_s else 0.0,
         requeue=True,

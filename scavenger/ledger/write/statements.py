@@ -387,11 +387,18 @@ KINDS: dict[type[Record], Kind] = {
         sets="samples.state",
     ),
     r.EpisodeBegun: _kind(
-        _insert(t.episodes, **_fields("episode_id run_id name"), state="open", reason="", begun_at=":at"),
+        _insert(
+            t.episodes,
+            **_fields("episode_id run_id name"),
+            state="open",
+            reason="",
+            begun_at=":at",
+            worker="",
+        ),
         creates="episodes",
     ),
     r.EpisodeEnded: _kind(
-        _update(t.episodes, "episode_id", **_fields("state reason"), ended_at=":at"), uses="episodes"
+        _update(t.episodes, "episode_id", **_fields("state reason worker"), ended_at=":at"), uses="episodes"
     ),
     r.TurnBegun: _kind(
         _insert(
@@ -436,7 +443,7 @@ KINDS: dict[type[Record], Kind] = {
     r.JobIntended: _kind(
         _insert(
             t.jobs,
-            **_fields("intent_id run_id partition gpus worker_key pinned nodes cluster"),
+            **_fields("intent_id run_id partition gpus worker_key pinned nodes cluster kind"),
             intended_at=":at",
             job_id=0,
             last_state="",

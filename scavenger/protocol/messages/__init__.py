@@ -32,6 +32,7 @@ from scavenger.protocol.messages.codec import (
     unsqueeze_tokens,
 )
 from scavenger.protocol.messages.common import (
+    ENVIRONMENT_FILE,
     GUEST_INTENT,
     KEEP_SIBLINGS_S,
     MAX_CALL_SAMPLES,
@@ -64,6 +65,7 @@ from scavenger.protocol.messages.common import (
     Sampling,
     Share,
     WeightSource,
+    environment_file,
     reserved_name,
     words,
 )
@@ -160,6 +162,7 @@ from scavenger.protocol.messages.worker import (
 
 __all__ = [
     "CALL_PATTERN",
+    "ENVIRONMENT_FILE",
     "EPISODE_PATTERN",
     "GATEWAY_BODIES",
     "GUEST_INTENT",
@@ -279,6 +282,7 @@ __all__ = [
     "decode_to_trainer",
     "decode_to_worker",
     "encode",
+    "environment_file",
     "named_request",
     "pack_logprobs",
     "pack_tokens",

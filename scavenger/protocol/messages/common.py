@@ -155,6 +155,15 @@ def reserved_name(slot: str, session: str) -> str:
     return f"{slot[:240]}.{session[:12]}"
 
 
+#: In a run's `out_dir`: how environment workers in jobs join its trainer (mode 0600).
+ENVIRONMENT_FILE = "environment-workers.json"
+
+
+def environment_file(out_dir: str) -> str:
+    """Its path; "" where `out_dir` is not absolute: another process could not find it."""
+    return f"{out_dir.rstrip('/')}/{ENVIRONMENT_FILE}" if out_dir.startswith("/") else ""
+
+
 def words(text: str) -> str:
     """`text` cut to what a message's reason may hold."""
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

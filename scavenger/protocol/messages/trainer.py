@@ -83,6 +83,9 @@ class OpenRun(Message, frozen=True):
     keeps_cache: bool = False  # and whether a sample goes on where its KV cache is (`algorithm.kv`)
     #: Answer with the pass rates of the prompts that steps up to `resume_step` trained: a reward of this or more passes. None: do not.
     solved_at: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] | None = None
+    #: Environment workers in jobs that may join its trainer, and the file by which they do ("": it has none).
+    environment_jobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    environment_file: BoundedText = ""
 
 
 class Attach(Message, frozen=True):
@@ -165,6 +168,7 @@ class EpisodeOutcome(MessagePart, frozen=True):
 
     `used`: requests (`OpenTurn.request`) of the turns that the step took. Its other turns are surplus: they led to nothing, because the
     environment answered otherwise when the episode was played again, say. An episode that no turn was asked of may be named too.
+    `worker`: the environment worker that played it.
     """
 
     episode: EpisodeName
@@ -174,6 +178,7 @@ class EpisodeOutcome(MessagePart, frozen=True):
     reason: BoundedText = ""
     reward_version: BoundedText = ""
     used: Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
+    worker: Annotated[str, msgspec.Meta(max_length=512)] = ""
 
 
 class SpanSums(MessagePart, frozen=True):

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 
 from scavenger.ledger import records as rec
-from scavenger.policy.fleet_size import Demand
+from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.policy.interface import NewPolicy
 from scavenger.protocol.messages import (
     AnswerTool,
@@ -318,6 +318,16 @@ class Router:
                 )
             )
         return tuple(wanted)
+
+    def environments(self) -> list[EnvironmentDemand]:
+        """How many environment workers in jobs each run lets join."""
+        return [
+            EnvironmentDemand(
+                run.id, run.name, run.settings.environment_jobs, run.settings.environment_file, run.owner_key
+            )
+            for run in sorted(self.core.runs.values(), key=lambda r: r.id)
+            if run.settings.environment_jobs and run.settings.environment_file and not run.ended
+        ]
 
     def ask_at(self) -> float:
         """When a policy wants to be asked again at the latest (s): a driver in virtual time ticks then. Live, ticks come anyway."""

@@ -12,7 +12,7 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
-from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
+from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling, environment_file
 from scavenger.router.core import agreement, samples, siblings, staleness, turns
 from scavenger.router.core.state import (
     ActiveRun,
@@ -257,6 +257,8 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         int(config.get("algorithm", {}).get("max_off_policy_steps", 0)),
         str(config.get("algorithm", {}).get("on_new_version", "switch")),
         config.get("algorithm", {}).get("kv") == "keep",
+        int(config.get("data", {}).get("environment_jobs", 0)),
+        environment_file(str(section.get("out_dir", ""))),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

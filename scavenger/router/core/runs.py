@@ -252,6 +252,8 @@ def _open(
         body.max_off_policy_steps,
         body.on_new_version,
         body.keeps_cache,
+        body.environment_jobs,
+        body.environment_file,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()

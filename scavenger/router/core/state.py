@@ -454,6 +454,8 @@ class RunSettings:
     max_off_policy_steps: int = 0  # steps that the weights of a sample may be older than those that train it
     on_new_version: str = "switch"  # "switch" | "finish"; see `staleness.to_switch`
     keeps_cache: bool = False  # an engine's KV cache outlives a load of weights; see `returns`
+    environment_jobs: int = 0  # environment workers in jobs that may join its trainer
+    environment_file: str = ""  # by which they do
 
 
 @dataclass(slots=True)

@@ -500,7 +500,9 @@ def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None
                     version,
                 )
             )
-    _end(core, run, episode, "ended", reason or taken.outcome, used=frozenset(taken.used))
+    _end(
+        core, run, episode, "ended", reason or taken.outcome, used=frozenset(taken.used), worker=taken.worker
+    )
 
 
 # ---------------------------------------------------------------- over
@@ -513,6 +515,7 @@ def _end(
     state: str,
     reason: str,
     used: frozenset[bytes] | None = None,
+    worker: str = "",
 ) -> None:
     """Give up what is open of the episode, and forget what the ledger has of it. `used`: turns that a step took, which have ended; what
     else it has is surplus.
@@ -527,7 +530,7 @@ def _end(
     tools.forget(run, episode)
     del run.turns.episodes[episode.name]
     _note_ended(run, episode.name)
-    core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
+    core.record(rec.EpisodeEnded(episode.id, state, reason, core.now, worker))
 
 
 def _give_up(core: Core, group: Group, reason: str, whole: str = "served") -> None:

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,7 +39,7 @@ PLAYS = "tell(wire.Played(ask.episode, float(ask.seed)))"
 
 
 def pool(
-    folder: Path, play: str = PLAYS, before: str = "", said: list[str] | None = None, **more: int
+    folder: Path, play: str = PLAYS, before: str = "", said: list[str] | None = None, **more: Any
 ) -> EnvironmentPool:
     program = folder / "worker.py"
     program.write_text(textwrap.dedent(PROGRAM).format(play=play, before=before))

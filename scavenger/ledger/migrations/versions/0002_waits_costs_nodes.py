@@ -51,7 +51,10 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 # The keys of these are the core's: no counted id.
 KEYED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "episodes": ("episode_id", ("int run_id", "text name state reason", "time begun_at", "time? ended_at")),
+    "episodes": (
+        "episode_id",
+        ("int run_id", "text name state reason", "time begun_at", "time? ended_at", "text worker"),
+    ),
     "turns": (
         "group_id",
         (
@@ -177,7 +180,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     ),
     "v_jobs": (
         "intent_id, run_id, partition, gpus, intended_at, job_id, submitted_at, last_state, flags, reason, node, restart_count,"
-        " observed_at, ended_at, pinned, nodes, cluster",
+        " observed_at, ended_at, pinned, nodes, cluster, kind",
         "jobs",
         "intended_at submitted_at observed_at ended_at",
     ),
@@ -222,7 +225,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "at until_at released_at",
     ),
     "v_episodes": (
-        "episode_id, run_id, name, state, reason, begun_at, ended_at",
+        "episode_id, run_id, name, state, reason, begun_at, ended_at, worker",
         "episodes",
         "begun_at ended_at",
     ),
@@ -328,6 +331,7 @@ def upgrade() -> None:
     op.add_column("jobs", sa.Column("nodes", INT, nullable=False, server_default="1"))
     for table in ("jobs", "cluster_polls", "other_users_waits"):
         op.add_column(table, sa.Column("cluster", sa.Text(), nullable=False, server_default=sa.text("''")))
+    op.add_column("jobs", sa.Column("kind", sa.Text(), nullable=False, server_default="engine"))
     op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
     for view, (columns, table, times) in VIEWS.items():
         if dialect == "sqlite":
