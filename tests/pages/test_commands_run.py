@@ -289,7 +289,7 @@ def test_the_statements_of_pages_run_in_sqlite3_and_psql(place: Place) -> None:
 @pytest.mark.slurm
 @pytest.mark.accounting
 @pytest.mark.mpi
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_the_commands_that_take_long_run(place: Place) -> None:
     for page, table in PAGES.items():
         play(place, page, table, long=True)
