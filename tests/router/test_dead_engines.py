@@ -169,9 +169,14 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
     config = {
         "daemon": {"state_dir": tmp_path, **keys},
         "harvest": {"vllm_options": options, "max_nodes_per_engine": 3},
-        "router": {"disagreement": "report", "disagreement_ratio": 4.0, "disagreement_samples": 20},
+        "router": {
+            "sibling_bytes_per_s": 4096,
+            "disagreement": "report",
+            "disagreement_ratio": 4.0,
+            "disagreement_samples": 20,
+        },
     }
     limits = RouterLimits.of(DaemonConfig.model_validate(config))
     rules = AgreementRules(samples=20, ratio=4.0)
     found = tuple(getattr(limits, field.name) for field in dataclasses.fields(limits))
-    assert found == (*keys.values(), options, "report", rules, 3)
+    assert found == (*keys.values(), options, "report", rules, 3, 4096)
