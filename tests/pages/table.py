@@ -83,8 +83,11 @@ EVALUATED = By(
 PAGES: dict[str, dict[str, Entry]] = {
     "README.md": {
         "./scripts/quickstart": QUICKSTART,
-        "./scripts/quickstart --agent": LEARNS,
-        "./scripts/test": Not("is what runs this test: .ci/run"),
+        ".venv/bin/scavenger web --config demo-out/run-*/scavenger.toml": Here(
+            needs=("demo",),
+            put={".venv/bin/scavenger web": "scavenger web --port 0"},
+            until=r"serves http://127.0.0.1:\d+/",
+        ),
     },
     "docs/site.md": {
         "useradd --system --uid 991 --user-group --create-home --home-dir /var/lib/scavenger-engines scavenger-engines": HOST,
@@ -509,6 +512,7 @@ GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
     "scavenger harvester --cluster b --daemon /etc/scavenger/daemon --key /etc/scavenger/daemon/b.key --config /etc/scavenger/scavenger.toml": FURTHER,
+    "./scripts/quickstart --agent": LEARNS,
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
     "sbatch my-run/train.sbatch --set run.steps=300": Here(
         needs=("served", "first"), put={"my-run": "first"}, says="Submitted batch job"
