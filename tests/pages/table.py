@@ -154,6 +154,14 @@ PAGES: dict[str, dict[str, Entry]] = {
         "python3 -m venv .venv && . .venv/bin/activate": PIP,
         "pip install -c constraints.txt '.[text]'": PIP,
         "pip install '.[trainer,vllm]'": Not("packages for CUDA, several GB"),
+        "scavenger init my-run --model MODEL --data PROMPTS": Here(needs=("served",), says="train.sbatch"),
+        "scavenger init my-run --check": Here(needs=("small",), long=True),
+        "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished|resum", long=True),
+        "scavenger samples my-run/run.toml --local --best": Here(says="reward", long=True),
+        "scavenger web --config my-run/out/local/scavenger.toml": Here(
+            put={"scavenger web": "scavenger web --port 0"}, until=r"serves http://127.0.0.1:\d+/", long=True
+        ),
+        "sbatch my-run/train.sbatch": SUBMITTED,
         "scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100": Here(
             needs=("dump",), says="GPU-hours"
         ),
@@ -557,9 +565,6 @@ QUOTED: dict[str, Entry] = {
         needs=("tried",), put={"run.toml": "first/run.toml"}, says="finished|resum", long=True
     ),
     "scavenger samples run.toml --local": Here(
-        needs=("tried",), put={"run.toml": "first/run.toml"}, says="reward", long=True
-    ),
-    "scavenger samples run.toml --local --best": Here(
         needs=("tried",), put={"run.toml": "first/run.toml"}, says="reward", long=True
     ),
     "scavenger ledger report reward_per_step": SERVED,
