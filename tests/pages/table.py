@@ -348,28 +348,48 @@ wait %1""": By(
         "scavenger init my-run --model MODEL --data PROMPTS --reward my_reward:score": Here(
             needs=("served",), put={"my-run": "rewarded"}, says="train.sbatch"
         ),
-        "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
-        "python -m trainer my-run/run.toml --local --evaluate --resume OUT_DIR/checkpoints/step-00000020": EVALUATED,
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished"),
         "sbatch my-run/train.sbatch": SUBMITTED,
         "sbatch my-run/train.sbatch --set algorithm.name=gspo --set run.name=gspo --set run.out_dir=gspo": SUBMITTED,
-        "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": SUBMITTED,
         "scavenger config show my-run/run.toml --origin": Here(says="my-run/run.toml"),
         "scavenger samples my-run/run.toml": Here(put={"run.toml": "run.toml --local"}, says="reward"),
         "tail -n 2 OUT_DIR/samples.jsonl": Here(put={"OUT_DIR": "my-run/out/local"}, says="completion"),
         "scavenger checkpoint export my-run/run.toml OUT": Here(
             needs=("tried",), put={"OUT": "out-1 --local"}, says="out-1", long=True
         ),
+    },
+    "docs/models.md": {},
+    "docs/data.md": {},
+    "docs/rewards.md": {},
+    "docs/algorithms.md": {},
+    "docs/environments.md": {
         "scavenger init my-run --model MODEL --environment my-env --environment-python /project/you/envs/bin/python": VERIFIERS,
+        "scavenger init my-run --check": VERIFIERS,
         "python3 -m venv /project/you/envs": VERIFIERS,
         "/project/you/envs/bin/pip install '/project/you/scavenger[verifiers]' my-env": VERIFIERS,
+    },
+    "docs/evaluation.md": {
+        "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
+        "python -m trainer my-run/run.toml --local --evaluate --resume OUT_DIR/checkpoints/step-00000020": EVALUATED,
+    },
+    "docs/staleness.md": {},
+    "docs/checkpoints.md": {
+        "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": Here(
+            needs=("drafted",), says="Submitted batch job"
+        ),
         "scavenger checkpoint export run.toml OUT": Here(
-            needs=("tried",), put={"run.toml OUT": "my-run/run.toml out-2 --local"}, says="out-2", long=True
+            needs=("drafted", "tried"),
+            put={"run.toml OUT": "my-run/run.toml out-2 --local"},
+            says="out-2",
+            long=True,
         ),
         "scavenger checkpoint export run.toml OUT --merged": By(
             "tests/trainer/test_export.py::test_adapters_are_merged"
         ),
     },
+    "docs/metrics.md": {},
+    "docs/preemption.md": {},
+    "docs/how-it-decides.md": {},
     "docs/agents.md": {
         "pip install -c constraints.txt '.[gateway]'": EXTRA,
         "scavenger demo --agent": LEARNS,
