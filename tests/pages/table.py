@@ -57,7 +57,7 @@ FURTHER = By(
 CHIPS = Not("a program for NVIDIA's GPUs, on their node")
 DESK = Not("a tunnel to another host: needs an SSH server there")
 JOIN = By("tests/test_joining.py::test_a_user_joins_a_daemon_that_runs_and_connects_to_it")
-EXTRA = Not("the environment of the tests has the extra; what it brings is held by tests/test_lock.py")
+EXTRA = By(f"{INSTALL}::test_an_extra_is_installed_as_its_page_says")
 
 SERVED = Here(needs=("served",))
 SUBMITTED = Here(says="Submitted batch job")
@@ -364,7 +364,9 @@ wait %1""": By(
     "docs/algorithms.md": {},
     "docs/environments.md": {
         "scavenger init my-run --model MODEL --environment my-env --environment-python /project/you/envs/bin/python": VERIFIERS,
-        "scavenger init my-run --check": VERIFIERS,
+        "scavenger init my-run --check": By(
+            "tests/trainer/episodes/test_played.py::test_a_check_plays_one_episode_with_a_stub_model"
+        ),
         "python3 -m venv /project/you/envs": VERIFIERS,
         "/project/you/envs/bin/pip install '/project/you/scavenger[verifiers]' my-env": VERIFIERS,
     },
