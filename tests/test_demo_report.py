@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import xml.etree.ElementTree as ET
 
+from scavenger import resources
 from scavenger.demo import report
 from scavenger.demo.metrics import DemoMetrics, GpuCounts, LostEngine, Moves, Now, StepMetrics
 
@@ -47,3 +50,29 @@ def test_what_did_not_happen_is_said_in_words() -> None:
     text = report.html(DemoMetrics(NOW, (), (), (), MOVES), context("local"), "a run", "on a laptop")
     for words in ("No observations.", "No steps.", "No engine was lost."):
         assert f"<p>{words}</p>" in text
+
+
+#: A demo's last moment in November 2026, and its rewards in eighths, as its display drew them.
+EIGHTHS = "22445454556666666777777777777767776677777777777777777778777"
+REWARDS = [*(int(one) / 8 for one in EIGHTHS), 0.879]
+LAST = DemoMetrics(
+    Now(288, 288, 1627, 3, 4, 52, 11_047, 0, 113_943),
+    (GpuCounts(299.0, 6, 3, 3, 4, 0),),
+    tuple(StepMetrics("train", step, {"reward": one}, 5.0 * step) for step, one in enumerate(REWARDS)),
+    (),
+    Moves(samples=15_360, trained=15_360, filtered=0, moved=2865, most=3),
+)
+
+
+def test_the_demo_looks_as_its_picture_in_the_documentation() -> None:
+    frame = report.display(LAST, elapsed_s=299.0, phase="training while others take GPUs back", steps=60)
+    shown = io.StringIO()
+    drawn = report.drawing(frame, shown)
+    picture = resources.path("docs") / "demo.svg"
+    if os.environ.get("SCAVENGER_PICTURES") == "write":
+        picture.write_text(drawn, encoding="utf-8")
+    assert drawn == picture.read_text(encoding="utf-8"), "SCAVENGER_PICTURES=write pytest " + __file__
+    assert "52 · 11,047 tokens salvaged · 0 generated again" in shown.getvalue()
+    assert "60 of 60" in shown.getvalue()
+    ET.fromstring(drawn)
+    assert not re.search(r"url\([^#]|<script|@import|href", drawn)

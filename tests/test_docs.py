@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -72,3 +75,20 @@ def test_no_page_asks_for_sudo() -> None:
         if page not in history and re.search(r"\bsudo\b", (ROOT / page).read_text())
     ]
     assert asking == []
+
+
+#: Pixels: the width that GitHub gives a README, and the most that its picture may take of a screen's height.
+README_WIDTH, PICTURE_HEIGHT = 846, 320
+
+
+def test_the_readme_fits_on_one_screen() -> None:
+    """Issue: what it is, a picture of the real page, two commands, three links."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(commands.blocks(text)) == 2
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    assert len(LINK.findall(FENCE.sub("", text))) - len(pictures) == 3
+    (picture,) = pictures
+    assert Path(picture).stem in (ROOT / "tests/web/test_pictures.py").read_text(encoding="utf-8")
+    width, height = struct.unpack(">II", (ROOT / picture).read_bytes()[16:24])  # a PNG's head
+    assert height * min(1.0, README_WIDTH / width) <= PICTURE_HEIGHT
+    assert len(text.splitlines()) <= 24

@@ -162,6 +162,36 @@ def test_pip_installs_what_the_page_says(clone: Path, tmp_path: Path) -> None:
     assert "No broken requirements" in said
 
 
+#: An extra that a page has installed by itself: the page, and what the extra brings.
+EXTRAS = {
+    "otel": ("docs/admin.md", "opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
+    "gateway": ("docs/agents.md", "starlette, uvicorn, tokenizers"),
+    "trl": ("docs/your-trainer.md", "trl, datasets, accelerate"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_is_installed_as_its_page_says(clone: Path, tmp_path: Path, extra: str) -> None:
+    page, brings = EXTRAS[extra]
+    (line,) = re.findall(
+        rf"^(pip install \S.*\[{extra}\].?)(?:\s+#.*)?$", (ROOT / page).read_text(), re.MULTILINE
+    )
+    place = tmp_path / "opt"
+    run(f"{sys.executable} -m venv /opt/scavenger", clone, place)
+    (site,) = place.glob("lib/python3*/site-packages")
+    if extra == "trl":  # torch is this environment's: its gigabytes are pip's affair
+        (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(f"/opt/scavenger/bin/{line}", clone, place)
+    where = run(
+        f"/opt/scavenger/bin/python -c 'import scavenger, {brings}; print(scavenger.__file__)'",
+        clone.parent,
+        place,
+    )
+    assert Path(where.strip()).is_relative_to(site.resolve())
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_pip_installs_known_files_and_no_others(clone: Path, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class DataSection(Section):
     """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
     filter_min_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Groups whose greatest and least reward differ by less than this are not trained, and count in no denominator
-    ([training.md](training.md#which-groups-and-prompts-are-trained)). 0: no bound."""
+    ([data.md](data.md#which-groups-and-prompts-are-trained)). 0: no bound."""
     filter_mean_min: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Groups whose mean reward is below this are not trained, likewise. None: no bound."""
     filter_mean_max: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -162,7 +162,7 @@ class DataSection(Section):
     environment: str = ""
     """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
     plays each as an episode of one or more turns on this run's engines, and its rewards train it
-    ([training.md](training.md#environments)). `builtin:calculator` is built in, for the demo and for tests. Excludes `task`,
+    ([environments.md](environments.md)). `builtin:calculator` is built in, for the demo and for tests. Excludes `task`,
     `path` and `reward.function`."""
     environment_args: dict[str, JsonValue] = {}
     """The environment's own settings, as in the `[env]` block of `verifiers`, such as
@@ -405,7 +405,7 @@ FiniteWeight = Annotated[float, Field(allow_inf_nan=False)]
 
 class RewardFunction(Section):
     """One of several reward functions. The reward is their weighted sum
-    ([training.md](training.md#rewards))."""
+    ([rewards.md](rewards.md))."""
 
     function: Function
     """As `reward.function`."""
@@ -422,7 +422,7 @@ class RewardFunction(Section):
 
 
 class RewardSection(Section):
-    """The reward of a completion ([training.md](training.md#rewards))."""
+    """The reward of a completion ([rewards.md](rewards.md))."""
 
     function: Function = "trainer.tasks.sort:reward"
     """Called as `function(prompt, completion, meta)` in a process of its own; returns a number, or a dict of
@@ -470,7 +470,7 @@ class RewardSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The loss and its data ([training.md](training.md#algorithms)). The rows, with each algorithm's own
+    """The loss and its data ([algorithms.md](algorithms.md)). The rows, with each algorithm's own
     defaults, are in `trainer/algorithms/rows.py`."""
 
     name: Literal[
@@ -522,7 +522,7 @@ class AlgorithmSection(Section):
     """Optimizer updates of one step. The step's prompts are divided among them."""
     max_off_policy_steps: Annotated[int, Field(ge=0, le=16)] = 0
     """Optimizer steps that the weights of a sample may be older than those that train it. Above 0 samples of so many later steps are
-    generated while a step is trained ([training.md](training.md#staleness)). Needs `importance` and `run.harvest`. Excludes
+    generated while a step is trained ([staleness.md](staleness.md)). Needs `importance` and `run.harvest`. Excludes
     `run.deterministic` and dynamic sampling."""
     on_new_version: Literal["switch", "finish"] = "switch"
     """With `max_off_policy_steps` above 0, what an engine that generates does when there are new weights. `switch`: it gives its
@@ -567,7 +567,7 @@ class AlgorithmSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters, trained instead of the model's own weights ([training.md](training.md#lora))."""
+    """Low-rank adapters, trained instead of the model's own weights ([models.md](models.md#lora))."""
 
     rank: NonNegative = 0
     """Rank of the adapters. 0: all weights are trained. Above 0 it needs the extra `[lora]`."""
@@ -723,7 +723,7 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    """How the training ranks compute, and how they are divided ([training.md](training.md#ranks))."""
+    """How the training ranks compute, and how they are divided ([models.md](models.md#ranks))."""
 
     replicas: Positive = 1
     """Copies of the model over the ranks (HSDP): each is sharded over its own ranks, and gradients are summed
@@ -804,7 +804,7 @@ class MonitorSection(Section):
     """MLflow's experiment. It is made where it does not exist."""
     mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02
     """The log warns of a step whose `mismatch_k3` (the mean of trainer against engines) is above this
-    ([training.md](training.md#figures)). 0: never."""
+    ([metrics.md](metrics.md)). 0: never."""
 
 
 class RunConfig(Section):

@@ -5,9 +5,11 @@ Boundary: pure; everything is made from metrics alone, without a site.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import TextIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -97,6 +99,14 @@ def display(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, s
     table.add_row("reward per step", Text(f"{sparkline(rewards, 60, 1.0)} {last}", style="cyan"))
     table.add_row("step", f"{len(trained)} of {steps} · {now.tokens_total:,} tokens generated")
     return Panel(Group(table), title=title, border_style="cyan")
+
+
+def drawing(frame: RenderableType, shown: TextIO) -> str:
+    """The display as an SVG that loads nothing; it is printed to `shown` too."""
+    console = Console(record=True, width=118, file=shown)
+    console.print(frame)
+    svg = console.export_svg(title="./scripts/quickstart")
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # rich's come from another host
 
 
 def line(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, steps: int) -> str:

@@ -413,12 +413,9 @@ def _report(
     page.write_text(
         report.html(seen, context, "demo run", f"{steps} steps of GRPO on {subject}, on {context.backend}")
     )
-    with (site_dir / "display.txt").open("w") as file:
-        picture = Console(record=True, width=118, file=file)
-        picture.print(
-            frame or report.display(seen, elapsed_s=context.took_s, phase="the end of the run", steps=steps)
-        )
-        picture.save_svg(str(site_dir / "display.svg"), title="./scripts/quickstart")
+    end = report.display(seen, elapsed_s=context.took_s, phase="the end of the run", steps=steps)
+    with (site_dir / "display.txt").open("w", encoding="utf-8") as file:
+        (site_dir / "display.svg").write_text(report.drawing(frame or end, file), encoding="utf-8")
     console.print()
     for name, value in report.summary(seen, context):
         console.print(f"  {name:<28} {value}", highlight=False, soft_wrap=True)

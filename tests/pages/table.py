@@ -57,7 +57,7 @@ FURTHER = By(
 CHIPS = Not("a program for NVIDIA's GPUs, on their node")
 DESK = Not("a tunnel to another host: needs an SSH server there")
 JOIN = By("tests/test_joining.py::test_a_user_joins_a_daemon_that_runs_and_connects_to_it")
-EXTRA = Not("the environment of the tests has the extra; what it brings is held by tests/test_lock.py")
+EXTRA = By(f"{INSTALL}::test_an_extra_is_installed_as_its_page_says")
 
 SERVED = Here(needs=("served",))
 SUBMITTED = Here(says="Submitted batch job")
@@ -83,8 +83,11 @@ EVALUATED = By(
 PAGES: dict[str, dict[str, Entry]] = {
     "README.md": {
         "./scripts/quickstart": QUICKSTART,
-        "./scripts/quickstart --agent": LEARNS,
-        "./scripts/test": Not("is what runs this test: .ci/run"),
+        ".venv/bin/scavenger web --config demo-out/run-*/scavenger.toml": Here(
+            needs=("demo",),
+            put={".venv/bin/scavenger web": "scavenger web --port 0"},
+            until=r"serves http://127.0.0.1:\d+/",
+        ),
     },
     "docs/site.md": {
         "useradd --system --uid 991 --user-group --create-home --home-dir /var/lib/scavenger-engines scavenger-engines": HOST,
@@ -151,6 +154,14 @@ PAGES: dict[str, dict[str, Entry]] = {
         "python3 -m venv .venv && . .venv/bin/activate": PIP,
         "pip install -c constraints.txt '.[text]'": PIP,
         "pip install '.[trainer,vllm]'": Not("packages for CUDA, several GB"),
+        "scavenger init my-run --model MODEL --data PROMPTS": Here(needs=("served",), says="train.sbatch"),
+        "scavenger init my-run --check": Here(needs=("small",), long=True),
+        "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished|resum", long=True),
+        "scavenger samples my-run/run.toml --local --best": Here(says="reward", long=True),
+        "scavenger web --config my-run/out/local/scavenger.toml": Here(
+            put={"scavenger web": "scavenger web --port 0"}, until=r"serves http://127.0.0.1:\d+/", long=True
+        ),
+        "sbatch my-run/train.sbatch": SUBMITTED,
         "scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100": Here(
             needs=("dump",), says="GPU-hours"
         ),
@@ -337,28 +348,50 @@ wait %1""": By(
         "scavenger init my-run --model MODEL --data PROMPTS --reward my_reward:score": Here(
             needs=("served",), put={"my-run": "rewarded"}, says="train.sbatch"
         ),
-        "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
-        "python -m trainer my-run/run.toml --local --evaluate --resume OUT_DIR/checkpoints/step-00000020": EVALUATED,
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished"),
         "sbatch my-run/train.sbatch": SUBMITTED,
         "sbatch my-run/train.sbatch --set algorithm.name=gspo --set run.name=gspo --set run.out_dir=gspo": SUBMITTED,
-        "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": SUBMITTED,
         "scavenger config show my-run/run.toml --origin": Here(says="my-run/run.toml"),
         "scavenger samples my-run/run.toml": Here(put={"run.toml": "run.toml --local"}, says="reward"),
         "tail -n 2 OUT_DIR/samples.jsonl": Here(put={"OUT_DIR": "my-run/out/local"}, says="completion"),
         "scavenger checkpoint export my-run/run.toml OUT": Here(
             needs=("tried",), put={"OUT": "out-1 --local"}, says="out-1", long=True
         ),
+    },
+    "docs/models.md": {},
+    "docs/data.md": {},
+    "docs/rewards.md": {},
+    "docs/algorithms.md": {},
+    "docs/environments.md": {
         "scavenger init my-run --model MODEL --environment my-env --environment-python /project/you/envs/bin/python": VERIFIERS,
+        "scavenger init my-run --check": By(
+            "tests/trainer/episodes/test_played.py::test_a_check_plays_one_episode_with_a_stub_model"
+        ),
         "python3 -m venv /project/you/envs": VERIFIERS,
         "/project/you/envs/bin/pip install '/project/you/scavenger[verifiers]' my-env": VERIFIERS,
+    },
+    "docs/evaluation.md": {
+        "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
+        "python -m trainer my-run/run.toml --local --evaluate --resume OUT_DIR/checkpoints/step-00000020": EVALUATED,
+    },
+    "docs/staleness.md": {},
+    "docs/checkpoints.md": {
+        "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": Here(
+            needs=("drafted",), says="Submitted batch job"
+        ),
         "scavenger checkpoint export run.toml OUT": Here(
-            needs=("tried",), put={"run.toml OUT": "my-run/run.toml out-2 --local"}, says="out-2", long=True
+            needs=("drafted", "tried"),
+            put={"run.toml OUT": "my-run/run.toml out-2 --local"},
+            says="out-2",
+            long=True,
         ),
         "scavenger checkpoint export run.toml OUT --merged": By(
             "tests/trainer/test_export.py::test_adapters_are_merged"
         ),
     },
+    "docs/metrics.md": {},
+    "docs/preemption.md": {},
+    "docs/how-it-decides.md": {},
     "docs/agents.md": {
         "pip install -c constraints.txt '.[gateway]'": EXTRA,
         "scavenger demo --agent": LEARNS,
@@ -509,6 +542,7 @@ GATE = Not("runs the tests; one of them cannot")
 
 QUOTED: dict[str, Entry] = {
     "scavenger harvester --cluster b --daemon /etc/scavenger/daemon --key /etc/scavenger/daemon/b.key --config /etc/scavenger/scavenger.toml": FURTHER,
+    "./scripts/quickstart --agent": LEARNS,
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
     "sbatch my-run/train.sbatch --set run.steps=300": Here(
         needs=("served", "first"), put={"my-run": "first"}, says="Submitted batch job"
@@ -553,9 +587,6 @@ QUOTED: dict[str, Entry] = {
         needs=("tried",), put={"run.toml": "first/run.toml"}, says="finished|resum", long=True
     ),
     "scavenger samples run.toml --local": Here(
-        needs=("tried",), put={"run.toml": "first/run.toml"}, says="reward", long=True
-    ),
-    "scavenger samples run.toml --local --best": Here(
         needs=("tried",), put={"run.toml": "first/run.toml"}, says="reward", long=True
     ),
     "scavenger ledger report reward_per_step": SERVED,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from scavenger import toml
 from scavenger.ledger import store
 from tests.pages import commands
 from tests.pages.commands import ROOT, Command
@@ -24,7 +25,7 @@ from tests.system.play import wait_for
 
 SERVICES = (pytest.mark.slurm, pytest.mark.accounting, pytest.mark.postgres, pytest.mark.timeout(900))
 #: Commands that no test can run, at most: a page that needs another one had better show something else.
-MOST_NOT = 35
+MOST_NOT = 32
 
 
 def listed(name: str) -> list[Command]:
@@ -169,6 +170,9 @@ class Settings:
     def _demo(self, folder: Path) -> None:
         """A recorded run, where the quickstart would have left its own."""
         (folder / "demo-out/run-1/state").mkdir(parents=True)
+        (folder / "demo-out/run-1/scavenger.toml").write_text(
+            toml.dumps({"daemon": {"state_dir": f"{folder}/demo-out/run-1/state"}})
+        )
         recorded = gzip.decompress((ROOT / "tests/data/simulate/demo_ledger.gz").read_bytes())
         (folder / "demo-out/run-1/state/ledger.sqlite3").write_bytes(recorded)
         store.upgrade(f"sqlite:///{folder}/demo-out/run-1/state/ledger.sqlite3")

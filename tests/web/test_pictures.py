@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,12 +28,23 @@ pytestmark = pytest.mark.browser
 # A sample's page starts a process: on a busy machine that takes longer than the 5 s that are the default.
 expect.set_options(timeout=60_000)
 TOKEN = "t" * 32
-#: The name of the picture, its page, and how much of it is shown.
+
+
+class Picture(NamedTuple):
+    """A page and its window's height in pixels; `section`: of it only the part with this heading."""
+
+    path: str
+    height: int
+    section: str = ""
+
+
 PICTURES = {
-    "web-run": ("/runs/1", 720),
-    "web-step": ("/runs/1/steps/40", 1060),
-    "web-group": ("/groups/20", 740),
-    "web-sample": ("/samples/400", 920),
+    "web-run": Picture("/runs/1", 720),
+    "web-step": Picture("/runs/1/steps/40", 1060),
+    "web-group": Picture("/groups/20", 740),
+    "web-sample": Picture("/samples/400", 920),
+    # The README's: all of it is to fit on one screen.
+    "web-moved": Picture("/samples/400", 920, "Engines"),
 }
 WIDTH = 1180
 #: Both pictures are compared as a grid of cells of so many pixels, each the mean of its pixels: letters of another font are about as dark.
@@ -88,7 +100,7 @@ def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def drawn(page: Page, name: str, style: str = "") -> bytes:
-    path, height = PICTURES[name]
+    path, height, section = PICTURES[name]
     page.set_viewport_size({"width": WIDTH, "height": height})
     page.goto(path)
     expect(page.locator("h1")).to_be_visible()
@@ -97,7 +109,8 @@ def drawn(page: Page, name: str, style: str = "") -> bytes:
             "(style) => { for (const e of document.querySelectorAll(style[0])) e.style.setProperty(style[1], style[2]); }",
             style.split("|"),
         )
-    return page.screenshot(animations="disabled", caret="hide")
+    part = page.locator("section", has=page.get_by_role("heading", name=section, exact=True))
+    return (part if section else page).screenshot(animations="disabled", caret="hide")
 
 
 def kept(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The metrics of a step and of an evaluation: what the monitors show and the ledger keeps. Pure; docs/training.md explains the names.
+"""The metrics of a step and of an evaluation: what the monitors show and the ledger keeps. Pure; docs/metrics.md explains the names.
 
 `math.fsum` rounds once, so no order of arrival shows.
 """

@@ -238,7 +238,7 @@ def _s(value: object) -> str:
 def _head(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     what = data.environment or Path(data.path).name
     return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {what}.
-# Every key is explained in docs/config.md, the algorithms in docs/training.md; lines that begin with # and a key show further keys.
+# Every key is explained in docs/config.md, the algorithms in docs/algorithms.md; lines that begin with # and a key show further keys.
 #   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
 #   python -m trainer {shlex.quote(str(wish.folder / "run.toml"))} --local     a try in one process, without a cluster
 #   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))}
@@ -281,7 +281,7 @@ def _environment(data: DataFacts) -> str:
         else '#environment_python = "envs/bin/python"   # of a venv with scavenger[verifiers] and the environment\'s package'
     )
     return f"""[data]
-environment = {_s(data.environment)}          # a task set of verifiers: its tasks, harness and rewards; docs/training.md
+environment = {_s(data.environment)}          # a task set of verifiers: its tasks, harness and rewards; docs/environments.md
 #environment_args = {{ agent = {{ harness = {{ id = "null" }} }} }}   # as its [env] block
 {python}
 #renderer = {{ name = "qwen3" }}      # how this model's conversations become tokens; tools need it
@@ -431,7 +431,7 @@ def _training(data: DataFacts, chosen: Sizes, rate: str) -> str:
     )
     why = f"{chosen.why_reserved}\n" if chosen.why_reserved else ""
     return f"""[algorithm]
-name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
+name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/algorithms.md
 #kl_coef = 0.001                    # keeps the starting model in memory too
 #on_length = "mask"                 # completions that max_tokens ended are not trained
 

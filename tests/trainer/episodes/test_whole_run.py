@@ -186,7 +186,7 @@ def test_a_lost_environment_worker_costs_no_token(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_the_same_in_an_interpreter_that_is_made_for_it(tmp_path: Path) -> None:
-    """As docs/training.md says: a venv of its own, with the extra `verifiers`."""
+    """As docs/environments.md says: a venv of its own, with the extra `verifiers`."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "envs")], check=True)
     pip = [str(tmp_path / "envs" / "bin" / "python"), "-m", "pip", "install", "-q", f"{ROOT}[verifiers]"]
     installed = subprocess.run(pip, capture_output=True, text=True, check=False)
