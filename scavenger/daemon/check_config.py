@@ -74,6 +74,11 @@ def limits(config: DaemonConfig) -> list[tuple[str, str, str]]:
         ("harvest.max_engines", of(h.max_engines), "jobs of ours, pending and leaving ones included"),
         ("harvest.max_gpus", of(h.max_gpus), "GPUs that these hold or wait for"),
         ("harvest.max_pending", of(h.max_pending), "of them, those that wait in the queue"),
+        (
+            "harvest.max_environment_workers",
+            of(h.max_environment_workers),
+            "environment workers in jobs, which take no GPU",
+        ),
         ("harvest.standby_jobs", of(h.standby_jobs), "jobs more that wait to be told where to begin"),
         ("harvest.max_gpus_per_node", of(h.max_gpus_per_node), "GPUs of ours on one node"),
         ("harvest.max_nodes_per_engine", of(h.max_nodes_per_engine), "nodes of one engine, in one job"),
