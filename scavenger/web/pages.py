@@ -35,7 +35,7 @@ from scavenger.web.panels import (
 )
 from scavenger.web.questions import filled, filled_list
 
-_MOST_TEXT, _MOST_INPUTS = texts.MOST_TEXT, 40_000
+_MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
 #: Tokens whose probability is drawn, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Samples named in one statement.
@@ -48,12 +48,14 @@ _DRAWN = questions.MOST_COMPARED
 
 
 def _marks(found: Sequence[Row]) -> list[tuple[float, str]]:
+    """Of each engine that left, whatever the reason: one that Slurm preempted says so."""
     return [
         (
             row["left_at"],
             clean(
                 f"{moment(row['left_at'])}: {row['kind']} engine on {row['node']} left, {row['reason']}; "
-                f"{row['samples']} samples, {row['salvaged']} tokens salvaged, {row['regenerated']} regenerated"
+                + (f"allocation {row['allocation_ended']}; " if row["allocation_ended"] else "")
+                + f"{row['samples']} samples, {row['salvaged']} tokens salvaged, {row['regenerated']} regenerated"
             ),
         )
         for row in found
@@ -409,7 +411,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
 
 
 def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> Page:
-    """An agent's episode turn by turn. Raises `LedgerError` where it has no turns."""
+    """An agent's episode turn by turn, with the calls of its tools. Raises `LedgerError` where it has no turns."""
     sql = filled(questions.EPISODE, episode_id=episode_id, most=questions.MOST_TURNS)
     first = row_of(connection, sql, f"turn of an episode {episode_id}")
     found = ask(connection, sql)
@@ -419,6 +421,10 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     tokenizer = _tokenizer(connection, run_id)
     ids = [row["sample_id"] for row in found]
     read = contents.read(connection, ids, tokenizer, [row["prefix_len"] for row in found])
+    asked = filled(questions.TOOL_CALLS, episode_id=episode_id, most=questions.MOST_CALLS)
+    calls = ask(connection, asked)
+    # Of a turn of several samples its last one says which tools came after it.
+    last = {row["number"]: row["sample_id"] for row in found}
     said = tuple(
         text
         for row, one in zip(found, read, strict=True)
@@ -441,6 +447,8 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
                 sample_link(row),
                 clean(
                     f"{row['completion_tokens']:,} tokens; {row['state']}; reward {charts.number(row['reward'])}"
+                    + (_called(calls, row["number"]) if last[row["number"]] == row["sample_id"] else ""),
+                    _MOST_FACTS,
                 ),
                 one.completion,
             ),
@@ -450,10 +458,32 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
         f"Episode {episode_id}",
         (
             table_of("Turns", sql, found, {"sample_id": sample_link}),
+            table_of(
+                "Tool calls",
+                asked,
+                calls,
+                note="of tools whose effects are outside, and which the agent's gateway asked for it; others leave only what they added to "
+                "the next turn's prompt",
+            ),
             Panel("Turn by turn", f"{sql}\n\n{filled_list(questions.CHUNKS, 'samples', ids)}", texts=said),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
     )
+
+
+def _called(calls: Sequence[Row], turn: int) -> str:
+    """The tools that a turn called: each with its seconds, or that no answer is known."""
+    of = [
+        f"{row['tool']} "
+        + (
+            f"{charts.number(row['seconds'])} s"
+            if row["seconds"] is not None
+            else f"not answered ({row['state']})"
+        )
+        for row in calls
+        if row["turn"] == turn
+    ]
+    return f"; then called {', '.join(of)}" if of else ""
 
 
 # ---------------------------------------------------------------- the site

@@ -13,6 +13,7 @@ MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 20
 MOST_SEARCHED = 2_000
 MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
+MOST_CALLS = 200
 
 RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
@@ -26,10 +27,11 @@ STEPS = """-- The newest train steps of a run that no later attempt went back be
 SELECT step, attempt, version, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics, committed_at
 FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
 
-MARKS = """-- Engines of a run that left, newest first: with how many samples, and what became of their tokens.
-SELECT left_at, node, job_id, kind, reason, CASE WHEN notice IS NULL THEN '' WHEN notice THEN 'notice' ELSE 'none' END AS notice,
-       samples, salvaged, regenerated
-FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL ORDER BY left_at DESC, worker_id LIMIT {most}"""
+MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended their allocation, and what became of their tokens.
+SELECT w.left_at, w.node, w.job_id, w.kind, w.reason, COALESCE(h.reason, '') AS allocation_ended,
+       CASE WHEN w.notice IS NULL THEN '' WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, w.samples, w.salvaged, w.regenerated
+FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
+WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
 SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <= 65536 THEN s.metrics ELSE '{{}}' END AS metrics,
@@ -115,6 +117,11 @@ SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_to
        t.completion_tokens, s.state, s.finish, s.moves, s.reward
 FROM v_episode_turns t JOIN v_samples s ON s.sample_id = t.sample_id WHERE t.episode_id = {episode_id}
 ORDER BY t.number, s.sample_index LIMIT {most}"""
+
+TOOL_CALLS = """-- The calls of an episode's tools whose effects are outside, each at the turn after whose begin it was asked.
+SELECT (SELECT max(t.number) FROM v_turns t WHERE t.episode_id = c.episode_id AND t.begun_at <= c.asked_at) AS turn, c.tool, c.state,
+       c.answered_at - c.asked_at AS seconds, c.answer_bytes, c.call, c.asked_at, c.answered_at
+FROM v_tool_calls c WHERE c.episode_id = {episode_id} ORDER BY c.asked_at, c.call_id LIMIT {most}"""
 
 NEWEST = """-- The newest samples of a run that have tokens.
 SELECT s.sample_id, s.group_id, g.purpose, g.step, s.state, s.finish, s.accepted_len, s.reward

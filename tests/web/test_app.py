@@ -41,6 +41,7 @@ PATHS = (
     "/groups/10",
     "/runs/1/search?q=w",
     "/samples/11",
+    "/episodes/1",
     "/compare?runs=1",
     "/runs/1/steps/2/since/1",
     "/harm",
