@@ -25,11 +25,14 @@ from scavenger.web.panels import (
     ask,
     clean,
     decision_link,
+    episode_link,
     group_link,
+    metrics_of,
     moment,
     row_of,
     run_link,
     sample_link,
+    step_of,
     steps_of,
     table_of,
 )
@@ -169,15 +172,14 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     begin = min(begin, found["created_at"])
     end = max((row["committed_at"] for row in steps), default=begin + 1)
     drawn = tuple(_series(name, steps, marks, begin, end, clean(name, 60)) for name in chosen)
-    shown = [
-        {
-            **{name: row["numbers"].get(name) for name in chosen[:6]},
-            **{
-                name: row[name] for name in ("step", "attempt", "version", "committed_at")
-            },  # a metric hides none
-        }
-        for row in steps[: questions.MOST_SAMPLES]
-    ]
+    asked_episodes = filled(questions.EPISODES, run_id=run_id, most=questions.MOST_EPISODES)
+    episodes = table_of(
+        "Episodes",
+        asked_episodes,
+        ask(connection, asked_episodes),
+        {"episode_id": episode_link, "name": episode_link},
+        note="of a run of agents, the newest",
+    )
     return Page(
         f"Run {clean(found['name'], 60)}",
         (
@@ -190,10 +192,50 @@ def run(connection: sa.Connection, run_id: int) -> Page:
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
-            table_of("Steps", sql, shown, {"step": lambda row: f"/runs/{run_id}/steps/{row['step']}"}),
+            table_of(
+                "Steps",
+                sql,
+                _with_numbers(steps, chosen[:6]),
+                {"step": lambda row: f"/runs/{run_id}/steps/{row['step']}"},
+            ),
+            _evaluations(connection, run_id, begin, end),
+            *((episodes,) if episodes.body else ()),
             table_of("Engines that left", left, marks),
         ),
     )
+
+
+def _with_numbers(steps: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    return [
+        {
+            **{name: row["numbers"].get(name) for name in names},
+            **{
+                name: row[name] for name in ("step", "attempt", "version", "committed_at")
+            },  # a metric hides none
+        }
+        for row in steps[: questions.MOST_SAMPLES]
+    ]
+
+
+def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: float) -> Panel:
+    """A run's evaluations, drawn on the time axis of its steps."""
+    sql = filled(questions.EVALUATIONS, run_id=run_id, most=questions.MOST_STEPS)
+    found = steps_of(connection, sql)
+    names = sorted({name for row in found[:20] for name in row["numbers"]} - {"seconds", "rewards_late"})
+    table = table_of(
+        "Evaluations",
+        sql,
+        _with_numbers(found, names[:6]),
+        {"step": lambda row: f"/runs/{run_id}/evals/{row['step']}"},
+        note="each after the step of its number; choose one to see its samples" if found else "",
+    )
+    # The first one may come before the first step, and the last one after the last.
+    times = [begin, end, *(row["committed_at"] for row in found)]
+    drawn = tuple(
+        _series(name, found, (), min(times), max(times), clean(f"evaluation: {name}", 60))
+        for name in names[:6]
+    )
+    return dataclasses.replace(table, charts=drawn)
 
 
 def search(connection: sa.Connection, contents: Contents, run_id: int, wanted: str) -> Page:
@@ -342,10 +384,7 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
             ),
             Panel("Completions", f"{sql}\n\n{chunks}", f"{len(found)} of {first['n']}", texts=said),
         ),
-        (
-            (f"Run {first['run_id']}", f"/runs/{first['run_id']}"),
-            (f"Step {first['step']}", f"/runs/{first['run_id']}/steps/{first['step']}"),
-        ),
+        ((f"Run {first['run_id']}", f"/runs/{first['run_id']}"), step_of(first)),
     )
 
 
@@ -374,7 +413,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
     said = filled(questions.TOKENS, sample_id=sample_id)
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
-        (f"Step {found['step']}", f"/runs/{found['run_id']}/steps/{found['step']}"),
+        step_of(found),
         (f"Group {found['group_id']}", group_link(found)),
     ]
     if found["episode_id"]:
@@ -404,10 +443,37 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
                 texts=likely,
                 empty="" if likely else "not known without the tokens and the run's tokenizer",
             ),
+            _mismatch(connection, sample_id),
             table_of("What became of it", ended, ask(connection, ended)),
         ),
         tuple(above),
     )
+
+
+def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
+    """How far trainer and engine differed in the step that learned from a sample: the ledger knows no trainer's probability of a token."""
+    sql = filled(questions.LEARNED, sample_id=sample_id)
+    found = ask(connection, sql)
+    metrics = metrics_of(found[0]) if found else {}
+    rows = [
+        {"metric": name, "nats": metrics[name], "of": of}
+        for name, of in (
+            ("mismatch_k3", "mean over the step's tokens (k3, an estimate of the KL divergence)"),
+            ("mismatch_p99", "99th percentile of a token's difference of log-probabilities"),
+            ("mismatch_max", "greatest difference of any token"),
+        )
+        if name in metrics
+    ]
+    note = (
+        f"in step {found[0]['step']}, which learned from it; over all tokens of the step. " if found else ""
+    )
+    table = table_of(
+        "How far trainer and engine differed",
+        sql,
+        rows,
+        note=f"{note}The trainer's own probability of each token is not in the ledger, so it cannot be marked in the text.",
+    )
+    return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
 
 
 def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> Page:

@@ -13,7 +13,7 @@ MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 20
 MOST_SEARCHED = 2_000
 MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
-MOST_CALLS = 200
+MOST_CALLS, MOST_EPISODES = 200, 50
 
 RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
@@ -90,6 +90,16 @@ WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY CASE WHEN {order} = 0 THEN 0.0 WHEN s.reward IS NULL THEN 1e300 WHEN {order} = 1 THEN -s.reward ELSE s.reward END, s.sample_id
 LIMIT {most}"""
 
+#: The same of an evaluation, which has the number of the step that it came after.
+EVALUATION, EVALUATION_REWARDS, EVALUATION_SAMPLES = (
+    sql.replace("One train step", "One evaluation")
+    .replace("of a step have", "of an evaluation have")
+    .replace("of a train step", "of an evaluation")
+    .replace("purpose = 'train'", "purpose = 'eval'")
+    for sql in (STEP, REWARDS, SAMPLES)
+)
+EVALUATIONS = STEPS.replace("train steps of a run", "evaluations of a run").replace("'train'", "'eval'")
+
 GROUP = """-- The samples of one group.
 SELECT s.sample_id, s.run_id, g.purpose, g.step, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.reward,
        s.advantage, g.prompt_tokens, g.n
@@ -112,6 +122,16 @@ WHERE l.sample_id = {sample_id} ORDER BY l.epoch LIMIT {most}"""
 ENDS = """-- What became of one sample: each end and reopening.
 SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
 
+LEARNED = """-- The metrics of the step that learned from one sample.
+SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN t.metrics ELSE '{{}}' END AS metrics
+FROM v_samples s JOIN v_steps t ON t.run_id = s.run_id AND t.purpose = 'train' AND t.step = s.ended_step AND t.attempt = s.ended_attempt
+WHERE s.sample_id = {sample_id} AND s.state = 'consumed' LIMIT 1"""
+
+EPISODES = """-- The newest episodes of a run.
+SELECT e.episode_id, e.name, e.state, e.reason, (SELECT count(*) FROM v_turns t WHERE t.episode_id = e.episode_id) AS turns, e.begun_at,
+       e.ended_at
+FROM v_episodes e WHERE e.run_id = {run_id} ORDER BY e.episode_id DESC LIMIT {most}"""
+
 EPISODE = """-- The turns of an episode and their samples, in order.
 SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, t.added_tokens, t.between_s, t.model_s,
        t.completion_tokens, s.state, s.finish, s.moves, s.reward
@@ -128,13 +148,17 @@ SELECT s.sample_id, s.group_id, g.purpose, g.step, s.state, s.finish, s.accepted
 FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id WHERE s.run_id = {run_id} AND s.accepted_len > 0
 ORDER BY s.sample_id DESC LIMIT {most}"""
 
-GROUPS = """-- The groups of a train step, each before its samples.
-SELECT 'group' AS kind, g.group_id AS id, g.group_id, 0 AS place FROM v_groups g
+GROUPS = """-- The groups of a train step, each before its samples; with the episode of which it is a turn, 0 = none.
+SELECT 'group' AS kind, g.group_id AS id, g.group_id, 0 AS place, COALESCE(t.episode_id, 0) AS episode_id
+FROM v_groups g LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 UNION ALL
-SELECT 'sample' AS kind, s.sample_id AS id, g.group_id, s.sample_id AS place FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+SELECT 'sample' AS kind, s.sample_id AS id, g.group_id, s.sample_id AS place, COALESCE(t.episode_id, 0) AS episode_id
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY group_id, place LIMIT {most}"""
+
+EVALUATION_GROUPS = GROUPS.replace("of a train step", "of an evaluation").replace("'train'", "'eval'")
 
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
 CHUNKS = """-- The tokens of some samples, packed int32.

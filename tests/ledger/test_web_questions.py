@@ -26,6 +26,7 @@ from tests.ledger.examples import (
     an_episode,
     chunk,
     consumed,
+    evaluated,
     everything,
     moved_group,
     preempted,
@@ -42,7 +43,7 @@ class _NoContents(pages.Contents):
 
 
 def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url: str) -> None:
-    written(url, everything())
+    written(url, [*everything()[:4], evaluated(), *everything()[4:]])
     engine, contents = store.open_readonly(url), _NoContents()
     try:
         with reading(engine) as c:
@@ -50,6 +51,7 @@ def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url:
                 "overview": pages.overview(c),
                 "run": pages.run(c, 1),
                 "step": steps.step(c, 1, 1, "best", 0),
+                "evaluation": steps.evaluation(c, 1, 1, "best", 0),
                 "group": pages.group(c, contents, 10),
                 "sample": pages.sample(c, contents, 11),
                 "episode": pages.episode(c, contents, 1),
@@ -96,6 +98,7 @@ def test_what_a_reader_copies_runs_unchanged_in_sqlite3_and_psql(url: str, tmp_p
                 pages.run(c, 1),
                 pages.compare(c, [1]),
                 steps.step(c, 1, 1, "best", 0),
+                steps.evaluation(c, 1, 1, "best", 0),
                 steps.changed(c, 1, 2, 1),
                 pages.group(c, contents, 10),
                 pages.sample(c, contents, 11),
@@ -359,6 +362,53 @@ def test_an_episode_names_the_tools_of_each_turn_their_seconds_and_which_have_no
         "; then called mail.send 0.5 s, mail.send not answered (unknown)"
     )
     assert said["turn 2, sample 81"].endswith("; then called issue.close not answered (unknown)")
+
+
+def test_a_run_s_evaluations_are_drawn_and_lead_to_their_samples(url: str) -> None:
+    written(url, [prologue(), moved_group(), preempted(), consumed(), evaluated()])
+    contents = _NoContents()
+    of_run, of_step, of_eval, of_group = asked_of(
+        url,
+        lambda c: pages.run(c, 1),
+        lambda c: steps.step(c, 1, 1),
+        lambda c: steps.evaluation(c, 1, 1),
+        lambda c: pages.group(c, contents, 90),
+    )
+    panel = panels(of_run)["Evaluations"]
+    (row,) = table(panel)
+    assert (row["pass@1"], row["reward"], row["step"]) == ("0.5", "0.5", "1")
+    assert [cell.href for cell in panel.body[0] if cell.href] == ["/runs/1/evals/1"]
+    assert [chart.label for chart in panel.charts] == ["evaluation: pass@1", "evaluation: reward"]
+    assert [len(chart.dots) for chart in panel.charts] == [1, 1]
+    assert ids(panels(of_step)["Samples"]) == ["11", "12"], "a step's samples are those it trained"
+    assert ids(panels(of_eval)["Samples"]) == ["91", "92"]
+    assert {one["metric"]: one["value"] for one in table(panels(of_eval)["Metrics"])}["pass@1"] == "0.5"
+    assert panels(of_eval)["Rewards"].charts[0].bars[0].href == "/runs/1/evals/1?only=all&bin=0"
+    assert ("Evaluation after step 1", "/runs/1/evals/1") in of_group.above
+    only = asked_of(url, lambda c: steps.evaluation(c, 1, 1, "cut off"))[0]
+    assert ids(panels(only)["Samples"]) == ["92"]
+
+
+def test_a_sample_says_how_far_trainer_and_engine_differed_in_its_step(url: str) -> None:
+    metrics = '{"mismatch_k3": 0.0125, "mismatch_p99": 0.25, "mismatch_max": 1.5, "loss": 1}'
+    *ends, committed = consumed()
+    assert isinstance(committed, r.StepCommitted)
+    learned = [*ends, msgspec.structs.replace(committed, metrics=metrics)]
+    written(url, [prologue(), moved_group(), preempted(), learned, evaluated()])
+    contents = _NoContents()
+    trained, held_out = asked_of(
+        url, lambda c: pages.sample(c, contents, 11), lambda c: pages.sample(c, contents, 91)
+    )
+    panel = panels(trained)["How far trainer and engine differed"]
+    assert [(one["metric"], one["nats"]) for one in table(panel)] == [
+        ("mismatch_k3", "0.0125"),
+        ("mismatch_p99", "0.25"),
+        ("mismatch_max", "1.5"),
+    ]
+    assert panel.note.startswith("in step 1, which learned from it")
+    assert "probability of each token is not in the ledger" in panel.note
+    nothing = panels(held_out)["How far trainer and engine differed"]
+    assert (nothing.body, nothing.empty) == ((), "no step that learned from it says so")
 
 
 def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user(url: str) -> None:

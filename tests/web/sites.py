@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from scavenger import config
 from scavenger.ledger import records as r
-from tests.ledger.examples import an_episode
+from tests.ledger.examples import an_episode, evaluated
 from tests.top import sites
 
 
@@ -44,7 +44,7 @@ def hostile_episode() -> list[r.Record]:
 
 def ledger(folder: Path, *, evil: bool = False, more: Sequence[list[r.Record]] = ()) -> str:
     """Its URL."""
-    own = [*sites.hostile(), hostile_episode()] if evil else [*sites.records(), an_episode()]
+    own = [*sites.hostile(), hostile_episode()] if evil else [*sites.records(), an_episode(), evaluated()]
     records = [*own, *more]
     path = str(tokenizer(folder))
     named = [
