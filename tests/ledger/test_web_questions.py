@@ -61,6 +61,13 @@ def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url:
                 "decisions": pages.decisions(c),
                 "decision": pages.decision(c, 1),
             }
+            for groups, first in ((questions.GROUPS, 10), (questions.EVALUATION_GROUPS, 90)):
+                listed = ask(c, filled(groups, run_id=1, step=1, most=9))
+                assert [(row["kind"], row["id"], row["episode_id"]) for row in listed] == [
+                    ("group", first, int(first == 10)),
+                    ("sample", first + 1, int(first == 10)),
+                    ("sample", first + 2, int(first == 10)),
+                ]
             for name, page in shown.items():
                 assert all(panel.sql or panel.search for panel in page.panels), (
                     f"a panel of {name} has no SQL"

@@ -153,7 +153,7 @@ def test_a_long_sample_is_read_as_far_as_it_is_shown(tmp_path: Path) -> None:
 
 def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
     other: list[r.Record] = [
-        r.RunCreated(2, "other", "owner", 17, CONFIG, "{}", "", T0 + 30),
+        r.RunCreated(2, "second", "owner", 17, CONFIG, "{}", "", T0 + 30),
         r.AttemptGranted(2, 1, "login1", 102, 0, CONFIG, "{}", T0 + 30),
     ]
     url, out = ledger(tmp_path, more=[other]), tmp_path / "run.html"
@@ -211,7 +211,7 @@ def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(subprocess, "Popen", counted)
     shown = export.write(url, "sorting", tmp_path / "x.html")
-    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 3
+    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 6
     assert "&lt;w11003&gt;" in (tmp_path / "x.html").read_text(encoding="utf-8")
     assert len(started) == 1
 
