@@ -571,16 +571,18 @@ def harm(connection: sa.Connection) -> Page:
                 note="of any partition; the hours in which nothing was harvested are those without us",
             ),
             table_of(
-                "By day and partition: other users' waits while harvested jobs had GPUs there",
+                "By day and partition: other users' waits with GPUs of ours there, and without",
                 by_partition,
                 ask(connection, by_partition)[: questions.MOST_WAITS],
+                note="of partitions that share nodes with the harvest partition. Days differ in more than in us: more jobs wait when "
+                "the cluster is full, and then we hold little",
             ),
             table_of(
-                "Other users' waits",
+                "Other users' waits with GPUs of ours there",
                 waits,
                 ask(connection, waits),
                 note="Waits that a poll saw while we held GPUs in the job's partitions; not every one is due to us. "
-                "The ledger has no other waits: one that began and ended between two polls is in sacct alone, to the second.",
+                "A wait that began and ended between two polls is in sacct alone, to the second.",
             ),
             table_of(
                 "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",

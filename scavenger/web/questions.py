@@ -170,17 +170,21 @@ SELECT start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHE
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""
 
-WAITS_BY_DAY = """-- Other users' waits that a poll saw while we held GPUs there, by day (UTC) of their beginning and partition.
+WAITS_BY_DAY = """-- Other users' waits that a poll saw, with GPUs of ours there and without, by day (UTC) of their beginning and partition.
 WITH waits AS (
-  SELECT w.partition, w.harvested_gpu_s,
+  SELECT w.partition, w.harvested_gpu_s, CASE WHEN w.harvested_gpus > 0 THEN 1 ELSE 0 END AS beside,
          (CAST(w.eligible_at AS bigint) - CASE WHEN CAST(w.eligible_at AS bigint) > w.eligible_at THEN 1 ELSE 0 END) / 86400 AS day,
          CASE WHEN w.ended_at IS NULL THEN 1 ELSE 0 END AS open,
          CASE WHEN COALESCE(w.started_at, w.ended_at, n.unix_s) > w.eligible_at
               THEN COALESCE(w.started_at, w.ended_at, n.unix_s) - w.eligible_at ELSE 0 END AS waited_s
   FROM v_other_users_waits w CROSS JOIN v_now n
 )
-SELECT d.day_utc, w.partition, count(*) AS waits, sum(w.open) AS still_waiting, round(CAST(avg(w.waited_s) AS numeric), 1) AS mean_s,
-       round(CAST(max(w.waited_s) AS numeric), 1) AS longest_s,
+SELECT d.day_utc, w.partition, sum(w.beside) AS waits_with_us,
+       round(CAST(avg(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS mean_s_with_us,
+       round(CAST(max(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS longest_s_with_us,
+       sum(1 - w.beside) AS waits_without_us,
+       round(CAST(avg(CASE WHEN w.beside = 0 THEN w.waited_s END) AS numeric), 1) AS mean_s_without_us,
+       round(CAST(max(CASE WHEN w.beside = 0 THEN w.waited_s END) AS numeric), 1) AS longest_s_without_us, sum(w.open) AS still_waiting,
        round(CAST(sum(w.harvested_gpu_s) / 3600 AS numeric), 4) AS harvested_gpu_hours_meanwhile
 FROM waits w JOIN v_days d ON d.day = w.day
 GROUP BY d.day_utc, w.partition ORDER BY d.day_utc DESC, w.partition"""

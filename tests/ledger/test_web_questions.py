@@ -420,17 +420,26 @@ def test_a_sample_says_how_far_trainer_and_engine_differed_in_its_step(url: str)
 
 def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user(url: str) -> None:
     """Bob could have started from 3 s on and did at 9 s; one GPU of ours was there for 4 s of them. We had a GPU from 3 s to 9 s."""
-    written(url, everything())
+    without: list[r.Record] = []
+    for job_id, waited in ((901, 2.0), (902, 4.0)):
+        without += [
+            r.OtherUserWaits(job_id, "eve", "gpu", 1, T0, T0, T0 + 1),
+            r.OtherUserWaited(job_id, T0, "started", T0 + waited, 0, 0.0, T0 + waited),
+        ]
+    written(url, [*everything(), without])
     (page,) = asked_of(url, pages.harm)
     found = [table(panel) for panel in page.panels]
     (day,) = found[1]
     assert day == {
         "day utc": "2026-09-21",
         "partition": "gpu",
-        "waits": "1",
+        "waits with us": "1",
+        "mean s with us": "6",
+        "longest s with us": "6",
+        "waits without us": "2",
+        "mean s without us": "3",
+        "longest s without us": "4",
         "still waiting": "0",
-        "mean s": "6",
-        "longest s": "6",
         "harvested gpu hours meanwhile": "0.0011",
     }
     (wait,) = found[2]
