@@ -39,6 +39,19 @@ from scavenger.ledger import store  # noqa: E402
 
 GOAL_S, GOAL_BYTES, GOAL_SHARE = 1.0, 1_000_000, 0.02
 VOCABULARY = 1_000
+#: Ten turns of 16 samples, each of which goes on from the first one of the turn before and called 20 tools: more than the page shows.
+EPISODE = (
+    "INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at) VALUES (1, 1, 'bench', 'open', '', 1)",
+    """INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun_at, parent_id, prefix_len, prompt_tokens,
+                          prompt_sha256)
+       SELECT group_id, 1, 1, group_id, x'00', x'00', group_id,
+              CASE WHEN group_id = 1 THEN 0 ELSE (SELECT p.first_sample_id FROM groups p WHERE p.group_id = g.group_id - 1) END,
+              (group_id - 1) * (length(prompt) / 4 + 32), group_id * (length(prompt) / 4) + (group_id - 1) * 32, x'00'
+       FROM groups g WHERE group_id BETWEEN 1 AND 10""",
+    """INSERT INTO tool_calls (call_id, episode_id, run_id, call, tool, asker, answer, asked_at, answered_at)
+       WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 200)
+       SELECT i, 1, 1, 'c' || i, 'mail.send', x'00', x'00', 1 + i / 20.0, 1.5 + i / 20.0 FROM n""",
+)
 
 
 def ledger(folder: Path, samples: int) -> str:
@@ -51,6 +64,8 @@ def ledger(folder: Path, samples: int) -> str:
     try:
         with engine.connect() as connection, connection.begin():
             connection.exec_driver_sql(f"UPDATE runs SET tokenizer = '{tokenizer}'")
+            for statement in EPISODE:
+                connection.exec_driver_sql(statement)
     finally:
         engine.dispose()
     return url
@@ -88,9 +103,11 @@ def paths(samples: int) -> dict[str, str]:
         "runs compared": "/compare?runs=1",
         "a group": f"/groups/{samples // 16}",
         "a sample": f"/samples/{samples // 2}",
+        "an episode": "/episodes/1",
         "a search": "/runs/1/search?q=w17",
         "harm": "/harm",
         "decisions": "/decisions",
+        "a decision": "/decisions/1",
     }
 
 

@@ -191,7 +191,7 @@ class HarvestSession:
         )
 
     def use_records(self, view: ClusterView, partition: str, now: float) -> list[rec.Record]:
-        """For the ledger, of a whole view: how the partition's GPUs are used, and which other users' jobs wait beside ours."""
+        """For the ledger, of a whole view: how the partition's GPUs are used, and which other users' jobs wait there or beside ours."""
         ours = self.tracker.job_ids()
         use = gpu_use(view, partition, ours, now)
         pending = use.jobs_pending_other_users
@@ -199,7 +199,9 @@ class HarvestSession:
             use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
         )
         waiting = waiting_jobs(view, ours, now)
-        return [polled, *self.waits.observe(view, waiting, self.tracker.held(), now)]
+        ours_may_be = view.partition(partition)
+        nodes = ours_may_be.nodes if ours_may_be is not None else frozenset()
+        return [polled, *self.waits.observe(view, waiting, self.tracker.held(), now, nodes)]
 
     # ---------------------------------------------------------------- what is decided
 

@@ -431,7 +431,10 @@ class ClusterPolled(Record, frozen=True):
 
 
 class OtherUserWaits(Record, frozen=True):
-    """Another user's job is seen to wait for GPUs of a partition while we hold some of its nodes'. Times are Slurm's; `at` is ours."""
+    """Another user's job is seen to wait for GPUs of nodes that are the harvest partition's, or of which we hold some.
+
+    Times are Slurm's; `at` is ours. `harvested_gpus`: ours on its partitions' nodes as it is first seen.
+    """
 
     job_id: int
     user_name: str
@@ -441,6 +444,7 @@ class OtherUserWaits(Record, frozen=True):
     eligible_at: float
     at: float
     cluster: str = ""
+    harvested_gpus: int = 0
 
 
 class OtherUserWaited(Record, frozen=True):

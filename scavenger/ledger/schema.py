@@ -579,7 +579,7 @@ events = Table(
 
 # ---------------------------------------------------------------- others, and what it cost (0002)
 
-#: One wait of another user's job for GPUs of partitions in whose nodes we held some. A job array is one row.
+#: One wait of another user's job for GPUs of the harvest partition's nodes, or of nodes of which we held some. A job array is one row.
 other_users_waits = Table(
     "other_users_waits",
     metadata,
@@ -590,7 +590,7 @@ other_users_waits = Table(
     _int("gpus", "GPUs that it asks for."),
     _time("submitted_at", "When it was submitted (Slurm's time)."),
     _time("eligible_at", "Since when it could have started: not before its begin time (Slurm's time)."),
-    _time("seen_at", "The first poll that saw it wait while we held GPUs there."),
+    _time("seen_at", "The first poll that saw it wait."),
     _maybe_time(
         "started_at",
         "When it started (Slurm's time); null while it waits, and where it left the queue unseen.",
@@ -602,7 +602,10 @@ other_users_waits = Table(
         "`left` (the queue, between two polls) or `unseen` (harvesting was disabled); empty while it "
         "waits.",
     ),
-    _int("harvested_gpus", "The most GPUs that we held on the nodes of its partitions meanwhile."),
+    _int(
+        "harvested_gpus",
+        "The most GPUs that we held on the nodes of its partitions meanwhile; 0 = a wait without us.",
+    ),
     _time("harvested_gpu_s", "GPU-seconds that we held there meanwhile."),
     _cluster(),
     Index("ix_other_users_waits_job", "job_id"),

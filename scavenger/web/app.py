@@ -373,7 +373,7 @@ def make_app(
         return given if given in steps.FILTERS else "all"
 
     def step_key(q: Request) -> str:
-        return f"step {q.path_params} {only(q)} {_number(q, 'bin', -1)}"
+        return f"{q.scope['path']} {only(q)} {_number(q, 'bin', -1)}"
 
     def decisions_key(q: Request) -> str:
         return f"decisions {_number(q, 'before', _MOST_ID)}"
@@ -406,6 +406,15 @@ def make_app(
             show(
                 step_key,
                 lambda q, c: steps.step(
+                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                ),
+            ),
+        ),
+        Route(
+            "/runs/{run:id}/evals/{step:id}",
+            show(
+                step_key,
+                lambda q, c: steps.evaluation(
                     c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
                 ),
             ),

@@ -5,8 +5,9 @@ Boundary: what is worth a file's bytes, which no other part decides.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,7 +15,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
-from scavenger.ledger.read.reader import reading
+from scavenger.ledger.read.reader import kept
 from scavenger.protocol import keys
 from scavenger.web import pages, questions, render, texts
 from scavenger.web import steps as step_pages
@@ -30,69 +31,136 @@ class Reader(Protocol):
     def __call__(self, build: Callable[[sa.Connection], T], /) -> T: ...
 
 
-#: Characters of text and cells that a file has of groups and samples.
+#: Characters of text and cells that a file has of what is not a run's, a step's or an evaluation's own page.
 MOST_CHARS = 8_000_000
+LEFT_OUT = (
+    "Not in this file: a search of the completions, prompts whose rewards changed since an earlier step, older decisions, and what is "
+    f"beyond {MOST_CHARS // 1_000_000} MB of texts and tables, of the oldest steps first. A link that is missing leads there."
+)
 
 
 def write(url: str, run: str, out: Path) -> dict[str, Page]:
     """Write the pages of the newest run of this name to `out`, mode 0600, and give them by their paths.
 
-    Those of the run and its steps, other users' waits and the newest decisions; then groups and samples, the newest step's first, as
-    many as `MOST_CHARS` allow. Raises `ConfigError` where `out` is there, `LedgerError`.
+    Those of the run, its steps and evaluations, all runs and their comparison, other users' waits and the newest decisions; then, as many
+    as `MOST_CHARS` allow, each decision, the newest episodes, and of each step, the newest first, what each filter and each bin of rewards
+    keeps, its groups, samples and their episodes. Raises `ConfigError` where `out` is there, `LedgerError`.
     """
     if out.exists():
         raise ConfigError(f"{out} is there already", "remove it, or name another file")
     engine = store.open_readonly(url)
-
-    def ask_for(build: Callable[[sa.Connection], T]) -> T:
-        """In a transaction of its own: the daemon's log cannot be written back during one."""
-        with reading(engine) as connection:
-            return build(connection)
-
     try:
-        with reading(engine) as connection:
-            store.require_head(connection)
-        with texts.Child() as child:
-            shown = collected(ask_for, pages.Contents(child), run, MOST_CHARS)
+        # One connection for thousands of pages, and a transaction for each: the daemon's log cannot be written back during one.
+        with kept(engine) as read:
+
+            def ask_for(build: Callable[[sa.Connection], T]) -> T:
+                with read() as connection:
+                    return build(connection)
+
+            ask_for(store.require_head)
+            with texts.Child() as child:
+                shown = collected(ask_for, pages.Contents(child), run, MOST_CHARS)
     finally:
         engine.dispose()
-    keys.write_private(out, "".join(render.one_file(shown, f"run {clean(run, 60)}")).encode())
+    html = render.one_file(shown, f"run {clean(run, 60)}", LEFT_OUT)
+    keys.write_private(out, "".join(html).encode())
     return shown
+
+
+class _Room:
+    """Takes pages into `shown` until they have so many characters."""
+
+    def __init__(self, ask_for: Reader, shown: dict[str, Page], most: int) -> None:
+        self._ask_for, self._shown, self.left = ask_for, shown, most
+
+    def take(self, path: str, build: Callable[[sa.Connection], Page]) -> bool:
+        """Whether it is in the file; from the first one that has no room on none is taken."""
+        return path in self._shown or self.take_all({path: self._ask_for(build)})
+
+    def take_all(self, made: dict[str, Page]) -> bool:
+        """All of them or none."""
+        size = sum(map(_size, made.values()))
+        if size > self.left:
+            self.left = 0
+            return False
+        self.left -= size
+        self._shown |= made
+        return True
 
 
 def collected(ask_for: Reader, contents: pages.Contents, run: str, most: int) -> dict[str, Page]:
     """Pages by their paths, the run's own first. Raises `LedgerError` where there is no run of this name."""
     number = ask_for(lambda c: _newest(c, run))
-    steps = ask_for(lambda c: ask(c, filled(questions.STEPS, run_id=number, most=questions.MOST_STEPS)))
+    steps, evaluations = (
+        ask_for(functools.partial(ask, sql=filled(sql, run_id=number, most=questions.MOST_STEPS)))
+        for sql in (questions.STEPS, questions.EVALUATIONS)
+    )
+    whole = ask_for(lambda c: pages.run(c, number))
     shown = {
-        f"/runs/{number}": ask_for(lambda c: pages.run(c, number)),
+        f"/runs/{number}": dataclasses.replace(
+            whole, panels=tuple(panel for panel in whole.panels if not panel.search)
+        ),
+        "/": ask_for(pages.overview),
         "/harm": ask_for(pages.harm),
         "/decisions": ask_for(pages.decisions),
     }
-    numbers = [int(row["step"]) for row in steps]
-    for step in numbers:
-        shown[f"/runs/{number}/steps/{step}"] = ask_for(functools.partial(_step, number, step))
-    left = most
-    for step in numbers:
-        asked = filled(questions.GROUPS, run_id=number, step=step, most=questions.MOST_SAMPLES)
-        for found in ask_for(functools.partial(ask, sql=asked)):
-            path, build = _page_of(found, contents)
-            made = ask_for(build)
-            left -= _size(made)
-            if left < 0:
-                return shown
-            shown[path] = made
+    for _, path, _ in shown["/"].panels[0].choices:
+        together = [int(one) for one in path.partition("=")[2].split(",")]
+        shown[path] = ask_for(functools.partial(pages.compare, run_ids=together))
+    for row in steps:
+        path = f"/runs/{number}/steps/{row['step']}"
+        shown[path] = ask_for(functools.partial(step_pages.step, run_id=number, number=row["step"]))
+    for row in evaluations:
+        path = f"/runs/{number}/evals/{row['step']}"
+        shown[path] = ask_for(functools.partial(step_pages.evaluation, run_id=number, number=row["step"]))
+
+    # Decisions and episodes leave room for the steps'.
+    some = _Room(ask_for, shown, most // 4)
+    for path in _linked(shown["/decisions"], "/decisions/"):
+        if not some.take(path, functools.partial(pages.decision, number=_id(path))):
+            break
+    for path in _linked(whole, "/episodes/"):
+        if not some.take(path, functools.partial(pages.episode, contents=contents, episode_id=_id(path))):
+            break
+    room = _Room(ask_for, shown, most - most // 4 + some.left)
+    of = {(row["step"], False) for row in steps} | {(row["step"], True) for row in evaluations}
+    for step, evaluation in sorted(of, key=lambda one: (-one[0], one[1])):
+        if not _of_step(ask_for, room, contents, number, step, evaluation):
+            break
     return shown
 
 
-def _step(run: int, step: int, connection: sa.Connection) -> Page:
-    return step_pages.step(connection, run, step)
+def _of_step(
+    ask_for: Reader, room: _Room, contents: pages.Contents, run: int, step: int, evaluation: bool
+) -> bool:
+    """Take what a step's page, or its evaluation's, leads to. Whether all of it has room."""
+    narrowed = functools.partial(step_pages.narrowed, run_id=run, number=step, evaluation=evaluation)
+    if not room.left or not room.take_all(ask_for(narrowed)):
+        return False
+    groups = questions.EVALUATION_GROUPS if evaluation else questions.GROUPS
+    asked = filled(groups, run_id=run, step=step, most=questions.MOST_SAMPLES)
+    found = ask_for(functools.partial(ask, sql=asked))
+    return all(room.take(*page) for one in found for page in _pages_of(one, contents))
 
 
-def _page_of(found: Row, contents: pages.Contents) -> tuple[str, Callable[[sa.Connection], Page]]:
+def _pages_of(found: Row, contents: pages.Contents) -> Iterator[tuple[str, Callable[[sa.Connection], Page]]]:
+    number, episode = int(found["id"]), int(found["episode_id"])
     if found["kind"] == "group":
-        return f"/groups/{found['id']}", lambda c: pages.group(c, contents, found["id"])
-    return f"/samples/{found['id']}", lambda c: pages.sample(c, contents, found["id"])
+        yield f"/groups/{number}", functools.partial(pages.group, contents=contents, group_id=number)
+    else:
+        yield f"/samples/{number}", functools.partial(pages.sample, contents=contents, sample_id=number)
+    if episode:
+        yield f"/episodes/{episode}", functools.partial(pages.episode, contents=contents, episode_id=episode)
+
+
+def _linked(page: Page, below: str) -> list[str]:
+    """Paths of its tables' links that begin so, each once, in their order."""
+    found = [cell.href for panel in page.panels for row in panel.body for cell in row]
+    return [path for path in dict.fromkeys(found) if path.startswith(below)]
+
+
+def _id(path: str) -> int:
+    return int(path.rpartition("/")[2])
 
 
 def _newest(connection: sa.Connection, run: str) -> int:

@@ -25,17 +25,20 @@ from scavenger.web.panels import (
     ask,
     clean,
     decision_link,
+    episode_link,
     group_link,
+    metrics_of,
     moment,
     row_of,
     run_link,
     sample_link,
+    step_of,
     steps_of,
     table_of,
 )
 from scavenger.web.questions import filled, filled_list
 
-_MOST_TEXT, _MOST_INPUTS = texts.MOST_TEXT, 40_000
+_MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
 #: Tokens whose probability is drawn, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Samples named in one statement.
@@ -48,12 +51,14 @@ _DRAWN = questions.MOST_COMPARED
 
 
 def _marks(found: Sequence[Row]) -> list[tuple[float, str]]:
+    """Of each engine that left, whatever the reason: one that Slurm preempted says so."""
     return [
         (
             row["left_at"],
             clean(
                 f"{moment(row['left_at'])}: {row['kind']} engine on {row['node']} left, {row['reason']}; "
-                f"{row['samples']} samples, {row['salvaged']} tokens salvaged, {row['regenerated']} regenerated"
+                + (f"allocation {row['allocation_ended']}; " if row["allocation_ended"] else "")
+                + f"{row['samples']} samples, {row['salvaged']} tokens salvaged, {row['regenerated']} regenerated"
             ),
         )
         for row in found
@@ -167,15 +172,14 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     begin = min(begin, found["created_at"])
     end = max((row["committed_at"] for row in steps), default=begin + 1)
     drawn = tuple(_series(name, steps, marks, begin, end, clean(name, 60)) for name in chosen)
-    shown = [
-        {
-            **{name: row["numbers"].get(name) for name in chosen[:6]},
-            **{
-                name: row[name] for name in ("step", "attempt", "version", "committed_at")
-            },  # a metric hides none
-        }
-        for row in steps[: questions.MOST_SAMPLES]
-    ]
+    asked_episodes = filled(questions.EPISODES, run_id=run_id, most=questions.MOST_EPISODES)
+    episodes = table_of(
+        "Episodes",
+        asked_episodes,
+        ask(connection, asked_episodes),
+        {"episode_id": episode_link, "name": episode_link},
+        note="of a run of agents, the newest",
+    )
     return Page(
         f"Run {clean(found['name'], 60)}",
         (
@@ -188,10 +192,50 @@ def run(connection: sa.Connection, run_id: int) -> Page:
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
-            table_of("Steps", sql, shown, {"step": lambda row: f"/runs/{run_id}/steps/{row['step']}"}),
+            table_of(
+                "Steps",
+                sql,
+                _with_numbers(steps, chosen[:6]),
+                {"step": lambda row: f"/runs/{run_id}/steps/{row['step']}"},
+            ),
+            _evaluations(connection, run_id, begin, end),
+            *((episodes,) if episodes.body else ()),
             table_of("Engines that left", left, marks),
         ),
     )
+
+
+def _with_numbers(steps: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    return [
+        {
+            **{name: row["numbers"].get(name) for name in names},
+            **{
+                name: row[name] for name in ("step", "attempt", "version", "committed_at")
+            },  # a metric hides none
+        }
+        for row in steps[: questions.MOST_SAMPLES]
+    ]
+
+
+def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: float) -> Panel:
+    """A run's evaluations, drawn on the time axis of its steps."""
+    sql = filled(questions.EVALUATIONS, run_id=run_id, most=questions.MOST_STEPS)
+    found = steps_of(connection, sql)
+    names = sorted({name for row in found[:20] for name in row["numbers"]} - {"seconds", "rewards_late"})
+    table = table_of(
+        "Evaluations",
+        sql,
+        _with_numbers(found, names[:6]),
+        {"step": lambda row: f"/runs/{run_id}/evals/{row['step']}"},
+        note="each after the step of its number; choose one to see its samples" if found else "",
+    )
+    # The first one may come before the first step, and the last one after the last.
+    times = [begin, end, *(row["committed_at"] for row in found)]
+    drawn = tuple(
+        _series(name, found, (), min(times), max(times), clean(f"evaluation: {name}", 60))
+        for name in names[:6]
+    )
+    return dataclasses.replace(table, charts=drawn)
 
 
 def search(connection: sa.Connection, contents: Contents, run_id: int, wanted: str) -> Page:
@@ -340,10 +384,7 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
             ),
             Panel("Completions", f"{sql}\n\n{chunks}", f"{len(found)} of {first['n']}", texts=said),
         ),
-        (
-            (f"Run {first['run_id']}", f"/runs/{first['run_id']}"),
-            (f"Step {first['step']}", f"/runs/{first['run_id']}/steps/{first['step']}"),
-        ),
+        ((f"Run {first['run_id']}", f"/runs/{first['run_id']}"), step_of(first)),
     )
 
 
@@ -372,7 +413,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
     said = filled(questions.TOKENS, sample_id=sample_id)
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
-        (f"Step {found['step']}", f"/runs/{found['run_id']}/steps/{found['step']}"),
+        step_of(found),
         (f"Group {found['group_id']}", group_link(found)),
     ]
     if found["episode_id"]:
@@ -402,14 +443,41 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
                 texts=likely,
                 empty="" if likely else "not known without the tokens and the run's tokenizer",
             ),
+            _mismatch(connection, sample_id),
             table_of("What became of it", ended, ask(connection, ended)),
         ),
         tuple(above),
     )
 
 
+def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
+    """How far trainer and engine differed in the step that learned from a sample: the ledger knows no trainer's probability of a token."""
+    sql = filled(questions.LEARNED, sample_id=sample_id)
+    found = ask(connection, sql)
+    metrics = metrics_of(found[0]) if found else {}
+    rows = [
+        {"metric": name, "nats": metrics[name], "of": of}
+        for name, of in (
+            ("mismatch_k3", "mean over the step's tokens (k3, an estimate of the KL divergence)"),
+            ("mismatch_p99", "99th percentile of a token's difference of log-probabilities"),
+            ("mismatch_max", "greatest difference of any token"),
+        )
+        if name in metrics
+    ]
+    note = (
+        f"in step {found[0]['step']}, which learned from it; over all tokens of the step. " if found else ""
+    )
+    table = table_of(
+        "How far trainer and engine differed",
+        sql,
+        rows,
+        note=f"{note}The trainer's own probability of each token is not in the ledger, so it cannot be marked in the text.",
+    )
+    return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
+
+
 def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> Page:
-    """An agent's episode turn by turn. Raises `LedgerError` where it has no turns."""
+    """An agent's episode turn by turn, with the calls of its tools. Raises `LedgerError` where it has no turns."""
     sql = filled(questions.EPISODE, episode_id=episode_id, most=questions.MOST_TURNS)
     first = row_of(connection, sql, f"turn of an episode {episode_id}")
     found = ask(connection, sql)
@@ -419,6 +487,10 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     tokenizer = _tokenizer(connection, run_id)
     ids = [row["sample_id"] for row in found]
     read = contents.read(connection, ids, tokenizer, [row["prefix_len"] for row in found])
+    asked = filled(questions.TOOL_CALLS, episode_id=episode_id, most=questions.MOST_CALLS)
+    calls = ask(connection, asked)
+    # Of a turn of several samples its last one says which tools came after it.
+    last = {row["number"]: row["sample_id"] for row in found}
     said = tuple(
         text
         for row, one in zip(found, read, strict=True)
@@ -441,6 +513,8 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
                 sample_link(row),
                 clean(
                     f"{row['completion_tokens']:,} tokens; {row['state']}; reward {charts.number(row['reward'])}"
+                    + (_called(calls, row["number"]) if last[row["number"]] == row["sample_id"] else ""),
+                    _MOST_FACTS,
                 ),
                 one.completion,
             ),
@@ -450,10 +524,32 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
         f"Episode {episode_id}",
         (
             table_of("Turns", sql, found, {"sample_id": sample_link}),
+            table_of(
+                "Tool calls",
+                asked,
+                calls,
+                note="of tools whose effects are outside, and which the agent's gateway asked for it; others leave only what they added to "
+                "the next turn's prompt",
+            ),
             Panel("Turn by turn", f"{sql}\n\n{filled_list(questions.CHUNKS, 'samples', ids)}", texts=said),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
     )
+
+
+def _called(calls: Sequence[Row], turn: int) -> str:
+    """The tools that a turn called: each with its seconds, or that no answer is known."""
+    of = [
+        f"{row['tool']} "
+        + (
+            f"{charts.number(row['seconds'])} s"
+            if row["seconds"] is not None
+            else f"not answered ({row['state']})"
+        )
+        for row in calls
+        if row["turn"] == turn
+    ]
+    return f"; then called {', '.join(of)}" if of else ""
 
 
 # ---------------------------------------------------------------- the site
@@ -475,16 +571,18 @@ def harm(connection: sa.Connection) -> Page:
                 note="of any partition; the hours in which nothing was harvested are those without us",
             ),
             table_of(
-                "By day and partition: other users' waits while harvested jobs had GPUs there",
+                "By day and partition: other users' waits with GPUs of ours there, and without",
                 by_partition,
                 ask(connection, by_partition)[: questions.MOST_WAITS],
+                note="of partitions that share nodes with the harvest partition. Days differ in more than in us: more jobs wait when "
+                "the cluster is full, and then we hold little",
             ),
             table_of(
-                "Other users' waits",
+                "Other users' waits with GPUs of ours there",
                 waits,
                 ask(connection, waits),
                 note="Waits that a poll saw while we held GPUs in the job's partitions; not every one is due to us. "
-                "The ledger has no other waits: one that began and ended between two polls is in sacct alone, to the second.",
+                "A wait that began and ended between two polls is in sacct alone, to the second.",
             ),
             table_of(
                 "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",

@@ -174,5 +174,16 @@ def group_link(row: Row) -> str:
     return f"/groups/{row['group_id']}"
 
 
+def episode_link(row: Row) -> str:
+    return f"/episodes/{row['episode_id']}"
+
+
+def step_of(row: Row) -> tuple[str, str]:
+    """(title, path) of the page that lists a group's samples: its step's, or its evaluation's."""
+    if row["purpose"] == "eval":
+        return f"Evaluation after step {row['step']}", f"/runs/{row['run_id']}/evals/{row['step']}"
+    return f"Step {row['step']}", f"/runs/{row['run_id']}/steps/{row['step']}"
+
+
 def decision_link(row: Row) -> str:
     return f"/decisions/{row['id']}"

@@ -13,6 +13,7 @@ MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 20
 MOST_SEARCHED = 2_000
 MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
+MOST_CALLS, MOST_EPISODES = 200, 50
 
 RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
@@ -26,10 +27,11 @@ STEPS = """-- The newest train steps of a run that no later attempt went back be
 SELECT step, attempt, version, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics, committed_at
 FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
 
-MARKS = """-- Engines of a run that left, newest first: with how many samples, and what became of their tokens.
-SELECT left_at, node, job_id, kind, reason, CASE WHEN notice IS NULL THEN '' WHEN notice THEN 'notice' ELSE 'none' END AS notice,
-       samples, salvaged, regenerated
-FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL ORDER BY left_at DESC, worker_id LIMIT {most}"""
+MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended their allocation, and what became of their tokens.
+SELECT w.left_at, w.node, w.job_id, w.kind, w.reason, COALESCE(h.reason, '') AS allocation_ended,
+       CASE WHEN w.notice IS NULL THEN '' WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, w.samples, w.salvaged, w.regenerated
+FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
+WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
 SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <= 65536 THEN s.metrics ELSE '{{}}' END AS metrics,
@@ -88,6 +90,16 @@ WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY CASE WHEN {order} = 0 THEN 0.0 WHEN s.reward IS NULL THEN 1e300 WHEN {order} = 1 THEN -s.reward ELSE s.reward END, s.sample_id
 LIMIT {most}"""
 
+#: The same of an evaluation, which has the number of the step that it came after.
+EVALUATION, EVALUATION_REWARDS, EVALUATION_SAMPLES = (
+    sql.replace("One train step", "One evaluation")
+    .replace("of a step have", "of an evaluation have")
+    .replace("of a train step", "of an evaluation")
+    .replace("purpose = 'train'", "purpose = 'eval'")
+    for sql in (STEP, REWARDS, SAMPLES)
+)
+EVALUATIONS = STEPS.replace("train steps of a run", "evaluations of a run").replace("'train'", "'eval'")
+
 GROUP = """-- The samples of one group.
 SELECT s.sample_id, s.run_id, g.purpose, g.step, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.reward,
        s.advantage, g.prompt_tokens, g.n
@@ -110,24 +122,43 @@ WHERE l.sample_id = {sample_id} ORDER BY l.epoch LIMIT {most}"""
 ENDS = """-- What became of one sample: each end and reopening.
 SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
 
+LEARNED = """-- The metrics of the step that learned from one sample.
+SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN t.metrics ELSE '{{}}' END AS metrics
+FROM v_samples s JOIN v_steps t ON t.run_id = s.run_id AND t.purpose = 'train' AND t.step = s.ended_step AND t.attempt = s.ended_attempt
+WHERE s.sample_id = {sample_id} AND s.state = 'consumed' LIMIT 1"""
+
+EPISODES = """-- The newest episodes of a run.
+SELECT e.episode_id, e.name, e.state, e.reason, (SELECT count(*) FROM v_turns t WHERE t.episode_id = e.episode_id) AS turns, e.begun_at,
+       e.ended_at
+FROM v_episodes e WHERE e.run_id = {run_id} ORDER BY e.episode_id DESC LIMIT {most}"""
+
 EPISODE = """-- The turns of an episode and their samples, in order.
 SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, t.added_tokens, t.between_s, t.model_s,
        t.completion_tokens, s.state, s.finish, s.moves, s.reward
 FROM v_episode_turns t JOIN v_samples s ON s.sample_id = t.sample_id WHERE t.episode_id = {episode_id}
 ORDER BY t.number, s.sample_index LIMIT {most}"""
 
+TOOL_CALLS = """-- The calls of an episode's tools whose effects are outside, each at the turn after whose begin it was asked.
+SELECT (SELECT max(t.number) FROM v_turns t WHERE t.episode_id = c.episode_id AND t.begun_at <= c.asked_at) AS turn, c.tool, c.state,
+       c.answered_at - c.asked_at AS seconds, c.answer_bytes, c.call, c.asked_at, c.answered_at
+FROM v_tool_calls c WHERE c.episode_id = {episode_id} ORDER BY c.asked_at, c.call_id LIMIT {most}"""
+
 NEWEST = """-- The newest samples of a run that have tokens.
 SELECT s.sample_id, s.group_id, g.purpose, g.step, s.state, s.finish, s.accepted_len, s.reward
 FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id WHERE s.run_id = {run_id} AND s.accepted_len > 0
 ORDER BY s.sample_id DESC LIMIT {most}"""
 
-GROUPS = """-- The groups of a train step, each before its samples.
-SELECT 'group' AS kind, g.group_id AS id, g.group_id, 0 AS place FROM v_groups g
+GROUPS = """-- The groups of a train step, each before its samples; with the episode of which it is a turn, 0 = none.
+SELECT 'group' AS kind, g.group_id AS id, g.group_id AS group_id, 0 AS place, COALESCE(t.episode_id, 0) AS episode_id
+FROM v_groups g LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 UNION ALL
-SELECT 'sample' AS kind, s.sample_id AS id, g.group_id, s.sample_id AS place FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+SELECT 'sample' AS kind, s.sample_id AS id, g.group_id AS group_id, s.sample_id AS place, COALESCE(t.episode_id, 0) AS episode_id
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY group_id, place LIMIT {most}"""
+
+EVALUATION_GROUPS = GROUPS.replace("of a train step", "of an evaluation").replace("'train'", "'eval'")
 
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
 CHUNKS = """-- The tokens of some samples, packed int32.
@@ -139,17 +170,21 @@ SELECT start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHE
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""
 
-WAITS_BY_DAY = """-- Other users' waits that a poll saw while we held GPUs there, by day (UTC) of their beginning and partition.
+WAITS_BY_DAY = """-- Other users' waits that a poll saw, with GPUs of ours there and without, by day (UTC) of their beginning and partition.
 WITH waits AS (
-  SELECT w.partition, w.harvested_gpu_s,
+  SELECT w.partition, w.harvested_gpu_s, CASE WHEN w.harvested_gpus > 0 THEN 1 ELSE 0 END AS beside,
          (CAST(w.eligible_at AS bigint) - CASE WHEN CAST(w.eligible_at AS bigint) > w.eligible_at THEN 1 ELSE 0 END) / 86400 AS day,
          CASE WHEN w.ended_at IS NULL THEN 1 ELSE 0 END AS open,
          CASE WHEN COALESCE(w.started_at, w.ended_at, n.unix_s) > w.eligible_at
               THEN COALESCE(w.started_at, w.ended_at, n.unix_s) - w.eligible_at ELSE 0 END AS waited_s
   FROM v_other_users_waits w CROSS JOIN v_now n
 )
-SELECT d.day_utc, w.partition, count(*) AS waits, sum(w.open) AS still_waiting, round(CAST(avg(w.waited_s) AS numeric), 1) AS mean_s,
-       round(CAST(max(w.waited_s) AS numeric), 1) AS longest_s,
+SELECT d.day_utc, w.partition, sum(w.beside) AS waits_with_us,
+       round(CAST(avg(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS mean_s_with_us,
+       round(CAST(max(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS longest_s_with_us,
+       sum(1 - w.beside) AS waits_without_us,
+       round(CAST(avg(CASE WHEN w.beside = 0 THEN w.waited_s END) AS numeric), 1) AS mean_s_without_us,
+       round(CAST(max(CASE WHEN w.beside = 0 THEN w.waited_s END) AS numeric), 1) AS longest_s_without_us, sum(w.open) AS still_waiting,
        round(CAST(sum(w.harvested_gpu_s) / 3600 AS numeric), 4) AS harvested_gpu_hours_meanwhile
 FROM waits w JOIN v_days d ON d.day = w.day
 GROUP BY d.day_utc, w.partition ORDER BY d.day_utc DESC, w.partition"""

@@ -37,8 +37,11 @@ def served(page: Page, prefix: str, here: str) -> str:
     return _TEMPLATES.get_template("page.html.j2").render(page=page, base=prefix, here=here, address=address)
 
 
-def one_file(shown: Mapping[str, Page], title: str) -> Iterator[str]:
-    """Parts of one HTML file with all these pages by their paths; a link to any other page is plain text. No script, nothing loaded."""
+def one_file(shown: Mapping[str, Page], title: str, left_out: str) -> Iterator[str]:
+    """Parts of one HTML file with all these pages by their paths; a link to any other page is plain text. No script, nothing loaded.
+
+    `left_out`: what its head says of pages that are not there.
+    """
     style = (HERE / "static/web.css").read_text(encoding="utf-8") + _ONE_AT_A_TIME
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
 
@@ -47,5 +50,5 @@ def one_file(shown: Mapping[str, Page], title: str) -> Iterator[str]:
 
     pages: Iterable[tuple[str, Page]] = shown.items()
     yield from _TEMPLATES.get_template("file.html.j2").stream(
-        shown=pages, title=title, style=style, digest=digest, address=address
+        shown=pages, title=title, left_out=left_out, style=style, digest=digest, address=address
     )

@@ -52,6 +52,16 @@ PARTS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The rewards in bins and the samples of a step or an evaluation. `found`: whether it has any; `filled_bins`: those with samples."""
+
+    rewards: Panel
+    samples: Panel
+    found: bool
+    filled_bins: tuple[int, ...]
+
+
 def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all", bin_: int = -1) -> Page:
     """One train step: what its time went to, rewards in bins, its samples. `bin_`: only this bin's, -1 = all."""
     here = f"/runs/{run_id}/steps/{number}"
@@ -59,27 +69,7 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
     attempts = ask(connection, asked)
     metrics = metrics_of(attempts[0]) if attempts else {}
     went = parts(metrics)
-    values: list[Row] = [{"metric": clean(name), "value": value} for name, value in sorted(metrics.items())]
-
-    sql = filled(questions.REWARDS, run_id=run_id, step=number, most=questions.MOST_REWARDS)
-    counts = [(float(row["reward"]), int(row["samples"])) for row in ask(connection, sql)]
-    binned = charts.bins(counts)
-    hrefs = [f"{here}?only={chosen.replace(' ', '+')}&bin={i}" for i in range(len(binned))]
-    ranged = 0 <= bin_ < len(binned)
-    low, high = binned[bin_][:2] if ranged else (0.0, 0.0)
-    only, order = FILTERS.get(chosen, FILTERS["all"])
-    listed = filled(
-        questions.SAMPLES,
-        run_id=run_id,
-        step=number,
-        only=only,
-        order=order,
-        ranged=int(ranged),
-        low=low,
-        high=high,
-        most=questions.MOST_SAMPLES,
-    )
-    samples = ask(connection, listed)
+    scored = scores(connection, run_id, number, chosen, bin_)
     shared = filled(
         questions.SAME_PROMPTS,
         run_id=run_id,
@@ -88,11 +78,8 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
         most=questions.MOST_SINCE,
     )
     with_prompts = may_read(connection, "groups")
-    if not attempts and not samples and not counts:
+    if not attempts and not scored.found:
         row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
-    choices = [(name, f"{here}?only={name.replace(' ', '+')}", name == chosen) for name in FILTERS]
-    if ranged:
-        choices.append((f"reward {charts.number(low)} to {charts.number(high)}: show all", here, True))
     return Page(
         f"Step {number}",
         (
@@ -107,22 +94,9 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
                 empty="" if went else "the step has no metrics yet",
             ),
             _step_engines(connection, run_id, number, attempts[0] if attempts else None),
-            Panel(
-                "Rewards",
-                sql,
-                "choose a bar to see its samples",
-                charts=(charts.histogram("samples by reward", binned, hrefs),) if binned else (),
-                empty="" if binned else "no sample has a reward yet",
-            ),
-            table_of(
-                "Samples",
-                listed,
-                samples,
-                {"sample_id": sample_link, "group_id": group_link},
-                note=f"at most {questions.MOST_SAMPLES}",
-                choices=tuple(choices),
-            ),
-            table_of("Metrics", asked, values),
+            scored.rewards,
+            scored.samples,
+            table_of("Metrics", asked, _values(metrics)),
             table_of(
                 "The same prompts before",
                 shared,
@@ -136,6 +110,114 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
     )
+
+
+def evaluation(
+    connection: sa.Connection, run_id: int, number: int, chosen: str = "all", bin_: int = -1
+) -> Page:
+    """The evaluation after a step: its metrics, rewards in bins, its samples. Raises `LedgerError` where there is no such run."""
+    asked = filled(questions.EVALUATION, run_id=run_id, step=number, most=questions.MOST_RUNS)
+    made = ask(connection, asked)
+    scored = scores(connection, run_id, number, chosen, bin_, evaluation=True)
+    if not made and not scored.found:
+        row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
+    return Page(
+        f"Evaluation after step {number}",
+        (
+            table_of("Evaluations", asked, made, omit=("metrics",)),
+            table_of("Metrics", asked, _values(metrics_of(made[0]) if made else {})),
+            scored.rewards,
+            scored.samples,
+        ),
+        ((f"Run {run_id}", f"/runs/{run_id}"), (f"Step {number}", f"/runs/{run_id}/steps/{number}")),
+    )
+
+
+def _values(metrics: Mapping[str, float]) -> list[Row]:
+    return [{"metric": clean(name), "value": value} for name, value in sorted(metrics.items())]
+
+
+def scores(
+    connection: sa.Connection,
+    run_id: int,
+    number: int,
+    chosen: str = "all",
+    bin_: int = -1,
+    *,
+    evaluation: bool = False,
+) -> Scored:
+    """Of a step, or of the evaluation after it. `bin_`: only this bin's samples, -1 = all."""
+    here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
+    sql = filled(
+        questions.EVALUATION_REWARDS if evaluation else questions.REWARDS,
+        run_id=run_id,
+        step=number,
+        most=questions.MOST_REWARDS,
+    )
+    counts = [(float(row["reward"]), int(row["samples"])) for row in ask(connection, sql)]
+    binned = charts.bins(counts)
+    hrefs = [narrowed_path(here, chosen, i) for i in range(len(binned))]
+    ranged = 0 <= bin_ < len(binned)
+    low, high = binned[bin_][:2] if ranged else (0.0, 0.0)
+    only, order = FILTERS.get(chosen, FILTERS["all"])
+    listed = filled(
+        questions.EVALUATION_SAMPLES if evaluation else questions.SAMPLES,
+        run_id=run_id,
+        step=number,
+        only=only,
+        order=order,
+        ranged=int(ranged),
+        low=low,
+        high=high,
+        most=questions.MOST_SAMPLES,
+    )
+    samples = ask(connection, listed)
+    choices = [(name, narrowed_path(here, name), name == chosen) for name in FILTERS]
+    if ranged:
+        choices.append((f"reward {charts.number(low)} to {charts.number(high)}: show all", here, True))
+    return Scored(
+        Panel(
+            "Rewards",
+            sql,
+            "choose a bar to see its samples",
+            charts=(charts.histogram("samples by reward", binned, hrefs),) if binned else (),
+            empty="" if binned else "no sample has a reward yet",
+        ),
+        table_of(
+            "Samples",
+            listed,
+            samples,
+            {"sample_id": sample_link, "group_id": group_link},
+            note=f"at most {questions.MOST_SAMPLES}",
+            choices=tuple(choices),
+        ),
+        bool(samples or counts),
+        tuple(i for i, (*_, n) in enumerate(binned) if n),
+    )
+
+
+def narrowed_path(here: str, chosen: str, bin_: int = -1) -> str:
+    """Where the samples of the page `here` are that a filter and a bin keep."""
+    return f"{here}?only={chosen.replace(' ', '+')}{f'&bin={bin_}' if bin_ >= 0 else ''}"
+
+
+def narrowed(
+    connection: sa.Connection, run_id: int, number: int, *, evaluation: bool = False
+) -> dict[str, Page]:
+    """What each filter of a step (or evaluation) keeps, and each bin of rewards that has samples, by their paths: the samples alone."""
+    here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
+    title = f"{'Evaluation after step' if evaluation else 'Step'} {number}"
+    every = scores(connection, run_id, number, evaluation=evaluation)
+    asked = [(name, -1) for name in FILTERS] + [("all", i) for i in every.filled_bins]
+    above = ((f"Run {run_id}", f"/runs/{run_id}"), (title, here))
+    return {
+        narrowed_path(here, name, i): Page(
+            f"{title}: {name if i < 0 else 'of one reward'}",
+            (scores(connection, run_id, number, name, i, evaluation=evaluation).samples,),
+            above,
+        )
+        for name, i in asked
+    }
 
 
 def parts(metrics: Mapping[str, float]) -> tuple[charts.Chart, ...]:

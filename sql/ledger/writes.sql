@@ -220,7 +220,8 @@ VALUES (:p_gpus_idle, :p_gpus_harvested, :p_gpus_other_users, :p_gpus_reserved, 
 -- OtherUserWaits
 INSERT INTO other_users_waits (job_id, user_name, partition, gpus, submitted_at, eligible_at, seen_at, outcome,
     harvested_gpus, harvested_gpu_s, cluster)
-VALUES (:p_job_id, :p_user_name, :p_partition, :p_gpus, :p_submitted_at, :p_eligible_at, :p_at, '', 0, 0.0, :p_cluster);
+VALUES (:p_job_id, :p_user_name, :p_partition, :p_gpus, :p_submitted_at, :p_eligible_at, :p_at, '', :p_harvested_gpus,
+    0.0, :p_cluster);
 
 -- OtherUserWaited
 UPDATE other_users_waits

@@ -5,7 +5,7 @@
 -- its turn. A job that Slurm's preemption is about to start waits too: for a poll's seconds.
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since, 9999999999.0 AS until),
 newest AS (
-  SELECT * FROM v_other_users_waits WHERE seen_at >= (SELECT since FROM bounds) AND seen_at < (SELECT until FROM bounds)
+  SELECT * FROM v_other_users_waits WHERE harvested_gpus > 0 AND seen_at >= (SELECT since FROM bounds) AND seen_at < (SELECT until FROM bounds)
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
 SELECT w.job_id, w.user_name, w.partition, w.gpus, CAST(w.submitted_at AS bigint) AS submitted_unix_s,

@@ -35,7 +35,9 @@ def waiting(job_id: int = 7, **more: Any) -> Job:
 def test_a_wait_begins_ends_and_says_what_we_held() -> None:
     one = OtherUsersWaits(USER)
     assert seen(one, T0, waiting(), held={}) == (), "we held nothing there"
-    assert seen(one, T0, waiting()) == (rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 - 20, T0),)
+    assert seen(one, T0, waiting()) == (
+        rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 - 20, T0, harvested_gpus=3),
+    )
     assert seen(one, T0 + 10, waiting(), held={"node1": 1, "node0": 4}) == (), (
         "node0 is none of its partition's"
     )
@@ -75,7 +77,7 @@ def test_a_requeued_job_waits_anew() -> None:
     ended, began = seen(one, T0 + 10, again)
     assert isinstance(ended, rec.OtherUserWaited)
     assert ended.outcome == "requeued"
-    assert began == rec.OtherUserWaits(7, "alice", "normal", 1, T0 + 8, T0 + 8, T0 + 10)
+    assert began == rec.OtherUserWaits(7, "alice", "normal", 1, T0 + 8, T0 + 8, T0 + 10, harvested_gpus=3)
 
 
 def test_an_array_is_one_wait_that_goes_on_while_one_of_its_tasks_waits() -> None:
@@ -98,7 +100,7 @@ def test_a_wait_ends_while_the_job_waits_for_no_gpu(why: str) -> None:
     assert seen(one, T0 + 20, held) == (), "a day of it is nobody's wait"
     assert seen(one, T0 + 86400, held) == ()
     assert seen(one, T0 + 86410, waiting()) == (
-        rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 + 86400, T0 + 86410),
+        rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 + 86400, T0 + 86410, harvested_gpus=3),
     ), "it waits again since the last poll that saw it held, whatever Slurm's eligible time says"
 
 
@@ -166,6 +168,37 @@ def test_waits_are_bounded_and_the_first_come_first(monkeypatch: pytest.MonkeyPa
     assert isinstance(ended, rec.OtherUserWaited)
     assert isinstance(began, rec.OtherUserWaits)
     assert (ended.job_id, began.job_id) == (5, 3)
+
+
+def test_a_wait_for_the_harvest_partition_s_nodes_is_recorded_also_without_us() -> None:
+    def poll(one: OtherUsersWaits, at: float, *jobs: Job, held: dict[str, int]) -> tuple[rec.Record, ...]:
+        found = queue(*jobs)
+        nodes = frozenset({"node2"})
+        return one.observe(found, waiting_jobs(found, frozenset(), at), held, at, nodes)
+
+    one = OtherUsersWaits(USER)
+    assert poll(one, T0, waiting(8, partition="elsewhere"), held={}) == (), "a partition without such a node"
+    [began] = poll(one, T0, waiting(), held={})
+    assert began == rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 - 20, T0)
+    started = replace(waiting(), state=JobState.RUNNING, start_time=T0 + 4, nodes=("node1",))
+    assert poll(one, T0 + 10, started, held={}) == (
+        rec.OtherUserWaited(7, T0 - 30, "started", T0 + 4, 0, 0.0, T0 + 4),
+    )
+    poll(one, T0 + 20, waiting(9), held={})
+    poll(one, T0 + 30, waiting(9), held=OURS)
+    [ended] = poll(one, T0 + 40, held={})
+    assert isinstance(ended, rec.OtherUserWaited)
+    assert (ended.harvested_gpus, ended.harvested_gpu_s) == (3, 30.0), "we came while it waited"
+
+
+def test_waits_without_us_leave_room_to_those_beside_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "MOST_WITHOUT", 2)
+    one = OtherUsersWaits(USER)
+    found, nodes = queue(*(waiting(n) for n in range(1, 6))), frozenset({"node2"})
+    first = one.observe(found, waiting_jobs(found, frozenset(), T0), {}, T0, nodes)
+    assert [r.job_id for r in first if isinstance(r, rec.OtherUserWaits)] == [1, 2]
+    then = one.observe(found, waiting_jobs(found, frozenset(), T0), OURS, T0 + 10, nodes)
+    assert [r.job_id for r in then if isinstance(r, rec.OtherUserWaits)] == [3, 4, 5]
 
 
 # ---------------------------------------------------------------- training jobs

@@ -165,6 +165,25 @@ def moved_at_once() -> list[r.Record]:
     ]
 
 
+def evaluated() -> list[r.Record]:
+    """The evaluation after step 1: two completions of a held-out prompt, of which the first is right."""
+    ended: list[r.Record] = []
+    for sample, finish, reward in ((91, "stop", 1.0), (92, "length", 0.0)):
+        ended += [
+            r.LeaseGranted(sample, 1, 2, 1, 0, T0 + 13),
+            chunk(sample, 1, 0, 4, 2, at=T0 + 13.5),
+            r.LeaseEnded(sample, 1, "finished", 4, 0, T0 + 14),
+            r.SampleFinished(sample, finish, 4, T0 + 14),
+            r.SampleEnded(sample, "evaluated", "", 1, 1, reward, 0.0, T0 + 15),
+        ]
+    metrics = '{"reward": 0.5, "pass@1": 0.5, "seconds": 3.0}'
+    return [
+        group(90, 91, 2, 1, 1, purpose="eval"),
+        *ended,
+        r.StepCommitted(1, 1, "eval", 1, 1, metrics, T0 + 15),
+    ]
+
+
 def everything() -> list[list[r.Record]]:
     """The whole history, as the submissions of a daemon."""
     return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once(), an_episode()]

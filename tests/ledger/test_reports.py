@@ -265,7 +265,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
                     r.Event("k", 0, f"{n}", "", "{}", T0 + n),
                     r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
                     r.ClusterPolled(n, 0, 0, 0, 0, 0, T0 + n),
-                    r.OtherUserWaits(n, "u", "gpu", 1, T0, T0, T0 + n),
+                    r.OtherUserWaits(n, "u", "gpu", 1, T0, T0, T0 + n, harvested_gpus=1),
                     group(n, n, 1, 0, 1, purpose="turn"),
                     r.TurnBegun(n, 1, 1, n + 1, b"r" * 32, b"c" * 32, 0, 0, 3, b"p" * 32, T0 + n),
                 )

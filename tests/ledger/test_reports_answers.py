@@ -499,7 +499,8 @@ def test_who_waited_is_a_list(url: str) -> None:
         r.OtherUserWaited(900, T0 - 3600, "started", T0 + 30, 8, 360.0, T0 + 30),
         r.OtherUserWaits(901, "eve", "gpu", 1, T0, T0, T0 + 60),
         r.OtherUserWaited(901, T0, "cancelled", None, 2, 120.0, T0 + 120),
-        r.OtherUserWaits(902, "bob", "gpu", 1, T0 + 100, T0 + 100, T0 + 120),
+        r.OtherUserWaits(902, "bob", "gpu", 1, T0 + 100, T0 + 100, T0 + 120, harvested_gpus=1),
+        r.OtherUserWaits(903, "bob", "gpu", 1, T0 + 100, T0 + 100, T0 + 120),  # without us: not in this list
         r.OtherUserWaited(77, T0, "started", T0 + 30, 8, 360.0, T0 + 30),  # of no wait: stops nothing
     ]
     written_until(url, [records], T0 + 700)
@@ -511,7 +512,7 @@ def test_who_waited_is_a_list(url: str) -> None:
         (902, "bob", "gpu", 1, T0 + 100, None, "waits"),
     ]
     figures = ("waited_s", "most_harvested_gpus_meanwhile", "harvested_gpu_hours_meanwhile")
-    assert picked(rows, *figures) == [(90, 8, 0.1), (120, 2, 0.0333), (600, 0, 0)]
+    assert picked(rows, *figures) == [(90, 8, 0.1), (120, 2, 0.0333), (600, 1, 0)]
 
 
 def test_what_a_run_cost_is_told_with_its_reserved_gpus(url: str) -> None:

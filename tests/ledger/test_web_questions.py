@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,19 @@ from scavenger.ledger.read.reader import reading
 from scavenger.web import charts, pages, questions, steps
 from scavenger.web.panels import Page, Panel, ask
 from scavenger.web.questions import filled
-from tests.ledger.examples import T0, consumed, everything, moved_group, preempted, prologue, written
+from tests.ledger.examples import (
+    CONFIG,
+    T0,
+    an_episode,
+    chunk,
+    consumed,
+    evaluated,
+    everything,
+    moved_group,
+    preempted,
+    prologue,
+    written,
+)
 
 
 class _NoContents(pages.Contents):
@@ -30,7 +43,7 @@ class _NoContents(pages.Contents):
 
 
 def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url: str) -> None:
-    written(url, everything())
+    written(url, [*everything()[:4], evaluated(), *everything()[4:]])
     engine, contents = store.open_readonly(url), _NoContents()
     try:
         with reading(engine) as c:
@@ -38,6 +51,7 @@ def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url:
                 "overview": pages.overview(c),
                 "run": pages.run(c, 1),
                 "step": steps.step(c, 1, 1, "best", 0),
+                "evaluation": steps.evaluation(c, 1, 1, "best", 0),
                 "group": pages.group(c, contents, 10),
                 "sample": pages.sample(c, contents, 11),
                 "episode": pages.episode(c, contents, 1),
@@ -47,6 +61,13 @@ def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url:
                 "decisions": pages.decisions(c),
                 "decision": pages.decision(c, 1),
             }
+            for groups, first in ((questions.GROUPS, 10), (questions.EVALUATION_GROUPS, 90)):
+                listed = ask(c, filled(groups, run_id=1, step=1, most=9))
+                assert [(row["kind"], row["id"], row["episode_id"]) for row in listed] == [
+                    ("group", first, int(first == 10)),
+                    ("sample", first + 1, int(first == 10)),
+                    ("sample", first + 2, int(first == 10)),
+                ]
             for name, page in shown.items():
                 assert all(panel.sql or panel.search for panel in page.panels), (
                     f"a panel of {name} has no SQL"
@@ -84,6 +105,7 @@ def test_what_a_reader_copies_runs_unchanged_in_sqlite3_and_psql(url: str, tmp_p
                 pages.run(c, 1),
                 pages.compare(c, [1]),
                 steps.step(c, 1, 1, "best", 0),
+                steps.evaluation(c, 1, 1, "best", 0),
                 steps.changed(c, 1, 2, 1),
                 pages.group(c, contents, 10),
                 pages.sample(c, contents, 11),
@@ -191,34 +213,25 @@ def test_a_step_s_parts_follow_one_another_and_runs_are_compared_by_step() -> No
     assert charts.merged([(5, 6), (1, 2), (2, 3), (3.5, 4)], 0.6) == [(1, 4), (5, 6)]
 
 
-@pytest.mark.parametrize("chosen", steps.FILTERS)
-def test_each_filter_keeps_what_it_says(url: str, chosen: str) -> None:
-    written(url, everything())
-    engine = store.open_readonly(url)
-    try:
-        with reading(engine) as c:
-            every, kept = (
-                next(panel for panel in steps.step(c, 1, 1, name).panels if panel.title == "Samples")
-                for name in ("all", chosen)
-            )
-    finally:
-        engine.dispose()
-    column = {name: i for i, name in enumerate(every.head)}
+#: The samples of step 1 that each filter keeps, in its order: 11 moved, 12 was cut off, and 71 is masked.
+KEPT = {
+    "all": ["11", "12", "71"],
+    "moved": ["11"],
+    "masked": ["71"],
+    "cut off": ["12"],
+    "best": ["11", "12", "71"],
+    "worst": ["12", "11", "71"],
+}
 
-    def ids(panel: Panel) -> set[str]:
-        return {row[0].text for row in panel.body}
 
-    expected = {
-        "moved": lambda row: row[column["moves"]].text != "0",
-        "masked": lambda row: row[column["state"]].text == "masked",
-        "cut off": lambda row: row[column["finish"]].text == "length",
-    }.get(chosen, lambda row: True)
-    assert ids(kept) == {row[0].text for row in every.body if expected(row)}
-    if chosen in ("best", "worst"):
-        rewards = [
-            float(row[column["reward"]].text) for row in kept.body if row[column["reward"]].text != "-"
-        ]
-        assert rewards == sorted(rewards, reverse=chosen == "best")
+def test_each_filter_keeps_what_it_says(url: str) -> None:
+    written(url, [prologue(), moved_group(), preempted(), consumed(), masked()])
+    assert KEPT.keys() == steps.FILTERS.keys()
+    shown = asked_of(url, *(lambda c, name=name: steps.step(c, 1, 1, name) for name in KEPT))  # type: ignore[misc]
+    for (name, expected), page in zip(KEPT.items(), shown, strict=True):
+        panel = panels(page)["Samples"]
+        assert ids(panel) == expected, name
+        assert [title for title, _, on in panel.choices if on] == [name]
 
 
 def test_only_numbers_are_filled_in() -> None:
@@ -226,3 +239,222 @@ def test_only_numbers_are_filled_in() -> None:
         filled(questions.RUN, run_id="1; DROP TABLE runs")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         filled(questions.RUN, run_id=float("inf"))
+
+
+# ---------------------------------------------------------------- what each page says, word for word
+
+
+def asked_of(url: str, *builds: Callable[[sa.Connection], Page]) -> list[Page]:
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as c:
+            return [build(c) for build in builds]
+    finally:
+        engine.dispose()
+
+
+def panels(page: Page) -> dict[str, Panel]:
+    return {panel.title: panel for panel in page.panels}
+
+
+def ids(panel: Panel) -> list[str]:
+    return [row["sample id"] for row in table(panel)]
+
+
+def test_two_runs_of_the_overview_have_one_time_axis_and_a_preemption_is_a_mark(url: str) -> None:
+    def committed(run: int, step: int, at: float) -> r.Record:
+        return r.StepCommitted(run, step, "train", 1, 1, '{"reward": 0.5, "seconds_wait": 3}', at)
+
+    other: list[r.Record] = [
+        r.RunCreated(2, "other", "owner", 17, CONFIG, "{}", "", T0 + 30),
+        r.AttemptGranted(2, 1, "login1", 102, 0, CONFIG, "{}", T0 + 30),
+        committed(1, 1, T0 + 40),
+        committed(2, 1, T0 + 40),
+        committed(2, 2, T0 + 100),
+    ]
+    written(url, [prologue(), moved_group(), preempted(), other])
+    overview, of_run = asked_of(url, pages.overview, lambda c: pages.run(c, 1))
+    first, second = panels(overview)["sorting"], panels(overview)["other"]
+    assert [chart.label for chart in first.charts] == ["reward", "seconds waiting in a step"]
+    (at_40,) = [x for x, _ in first.charts[0].dots]
+    assert [x for x, _ in second.charts[0].dots] == [at_40, charts.WIDTH - charts.RIGHT]
+    width = charts.WIDTH - charts.LEFT - charts.RIGHT
+    assert at_40 == round(charts.LEFT + width * 0.4, 1)
+    ((x, said),) = first.charts[0].marks
+    assert x == round(charts.LEFT + width * 0.08, 1), "it left 8 s after the axis began"
+    assert "harvested engine on n3 left, goodbye; allocation preempted" in said
+    assert "1 samples, 5 tokens salvaged, 2 regenerated" in said
+    assert second.charts[0].marks == ()
+    assert [title for _, title in panels(of_run)["Metrics"].charts[0].marks] == [said]
+    (left,) = table(panels(of_run)["Engines that left"])
+    assert (left["allocation ended"], left["salvaged"], left["regenerated"]) == ("preempted", "5", "2")
+
+
+def test_metrics_are_drawn_smoothed_beside_the_measured() -> None:
+    """Each value's share is .2 of its line, corrected as the first ones have none before them."""
+    assert charts.smoothed([0.0, 1.0]) == pytest.approx([0.0, 0.2 / 0.36])
+    assert charts.smoothed([4.0] * 5) == pytest.approx([4.0] * 5)
+    drawn = charts.series("reward", [(0, 0.0), (1, 1.0), (2, 0.0)], (), 0, 2)
+    assert drawn.smooth
+    assert drawn.smooth != drawn.raw
+
+
+def test_a_bar_of_the_histogram_leads_to_the_samples_of_its_bin_and_to_no_other(url: str) -> None:
+    written(url, everything())
+    (every,) = asked_of(url, lambda c: steps.step(c, 1, 1))
+    bars = panels(every)["Rewards"].charts[0].bars
+    assert [bar.href for bar in bars] == [f"/runs/1/steps/1?only=all&bin={i}" for i in range(20)]
+    binned = asked_of(url, *(lambda c, i=i: steps.step(c, 1, 1, "all", i) for i in range(20)))  # type: ignore[misc]
+    assert [ids(panels(page)["Samples"]) for page in binned] == [["12"], *([[]] * 18), ["11"]]
+    assert [int(bar.title.split(": ")[1].split()[0]) for bar in bars] == [1, *([0] * 18), 1]
+
+
+def test_a_group_a_sample_and_a_decision_say_what_is_known_of_them(url: str) -> None:
+    written(url, everything())
+    contents = _NoContents()
+    of_group, of_sample, of_decision = asked_of(
+        url,
+        lambda c: pages.group(c, contents, 10),
+        lambda c: pages.sample(c, contents, 11),
+        lambda c: pages.decision(c, 1),
+    )
+    assert [(one.title, one.facts, one.body) for one in panels(of_group)["Completions"].texts] == [
+        ("sample 11", "consumed; stop; reward 1, advantage 0.7; 9 tokens; 1 moves", "text of 11"),
+        ("sample 12", "consumed; length; reward 0.25, advantage -0.7; 4 tokens; 0 moves", "text of 12"),
+    ]
+    assert [bar.title for bar in panels(of_sample)["Engines"].charts[0].bars] == [
+        "epoch 1, version 1: tokens 0 to 5, 2 regenerated; worker left",
+        "epoch 2, version 1: tokens 5 to 9, 0 regenerated; finished",
+    ]
+    (inputs,) = panels(of_decision)["Inputs"].texts
+    assert json.loads(inputs.body) == {"idle": 5}
+
+
+def test_an_episode_says_before_each_turn_what_was_added_and_how_long_it_took(url: str) -> None:
+    """Turn 2 goes on from sample 11, which was finished 10 s after the start: 3 + 9 tokens, and two new ones 15 s later."""
+    second: list[r.Record] = [
+        r.GroupCreated(80, 1, "turn", 1, 0, 0, 1, b"\1\0\0\0\2\0\0\0", 1, 81, '{"max_tokens": 64}', "{}", T0),
+        r.TurnBegun(80, 1, 1, 2, b"\4" * 32, b"\5" * 32, 11, 12, 14, b"\6" * 32, T0 + 25),
+    ]
+    begun = [one for one in an_episode() if not isinstance(one, r.EpisodeEnded)]
+    written(url, [prologue(), moved_group(), preempted(), consumed(), [*begun, *second]])
+    (page,) = asked_of(url, lambda c: pages.episode(c, _NoContents(), 1))
+    said = [(one.title, one.facts) for one in panels(page)["Turn by turn"].texts]
+    assert said[0] == ("before turn 1: task, tools and agent", "3 of 3 prompt tokens are new")
+    assert said[-2:] == [
+        ("before turn 2: task, tools and agent", "2 of 14 prompt tokens are new; 15 s after the turn before"),
+        ("turn 2, sample 81", "0 tokens; open; reward -"),
+    ]
+
+
+def test_an_episode_names_the_tools_of_each_turn_their_seconds_and_which_have_no_answer(url: str) -> None:
+    second: list[r.Record] = [
+        r.GroupCreated(80, 1, "turn", 1, 0, 0, 1, b"\1\0\0\0", 1, 81, '{"max_tokens": 64}', "{}", T0),
+        r.TurnBegun(80, 1, 1, 2, b"\4" * 32, b"\5" * 32, 11, 12, 13, b"\6" * 32, T0 + 20.9),
+        r.ToolAsked(3, 1, 1, "1.ab.0", "issue.close", b"\3" * 16, T0 + 20.95),
+    ]
+    written(url, [prologue(), moved_group(), preempted(), consumed(), [*an_episode(), *second]])
+    (page,) = asked_of(url, lambda c: pages.episode(c, _NoContents(), 1))
+    assert [
+        (row["turn"], row["tool"], row["state"], row["seconds"], row["answer bytes"])
+        for row in table(panels(page)["Tool calls"])
+    ] == [
+        ("1", "mail.send", "answered", "0.5", "14"),
+        ("1", "mail.send", "unknown", "-", "-"),
+        ("2", "issue.close", "unknown", "-", "-"),
+    ]
+    said = {one.title: one.facts for one in panels(page)["Turn by turn"].texts}
+    assert "called" not in said["turn 1, sample 11"], "the turn's last sample says it"
+    assert said["turn 1, sample 12"].endswith(
+        "; then called mail.send 0.5 s, mail.send not answered (unknown)"
+    )
+    assert said["turn 2, sample 81"].endswith("; then called issue.close not answered (unknown)")
+
+
+def test_a_run_s_evaluations_are_drawn_and_lead_to_their_samples(url: str) -> None:
+    written(url, [prologue(), moved_group(), preempted(), consumed(), evaluated()])
+    contents = _NoContents()
+    of_run, of_step, of_eval, of_group = asked_of(
+        url,
+        lambda c: pages.run(c, 1),
+        lambda c: steps.step(c, 1, 1),
+        lambda c: steps.evaluation(c, 1, 1),
+        lambda c: pages.group(c, contents, 90),
+    )
+    panel = panels(of_run)["Evaluations"]
+    (row,) = table(panel)
+    assert (row["pass@1"], row["reward"], row["step"]) == ("0.5", "0.5", "1")
+    assert [cell.href for cell in panel.body[0] if cell.href] == ["/runs/1/evals/1"]
+    assert [chart.label for chart in panel.charts] == ["evaluation: pass@1", "evaluation: reward"]
+    assert [len(chart.dots) for chart in panel.charts] == [1, 1]
+    assert ids(panels(of_step)["Samples"]) == ["11", "12"], "a step's samples are those it trained"
+    assert ids(panels(of_eval)["Samples"]) == ["91", "92"]
+    assert {one["metric"]: one["value"] for one in table(panels(of_eval)["Metrics"])}["pass@1"] == "0.5"
+    assert panels(of_eval)["Rewards"].charts[0].bars[0].href == "/runs/1/evals/1?only=all&bin=0"
+    assert ("Evaluation after step 1", "/runs/1/evals/1") in of_group.above
+    only = asked_of(url, lambda c: steps.evaluation(c, 1, 1, "cut off"))[0]
+    assert ids(panels(only)["Samples"]) == ["92"]
+
+
+def test_a_sample_says_how_far_trainer_and_engine_differed_in_its_step(url: str) -> None:
+    metrics = '{"mismatch_k3": 0.0125, "mismatch_p99": 0.25, "mismatch_max": 1.5, "loss": 1}'
+    *ends, committed = consumed()
+    assert isinstance(committed, r.StepCommitted)
+    learned = [*ends, msgspec.structs.replace(committed, metrics=metrics)]
+    written(url, [prologue(), moved_group(), preempted(), learned, evaluated()])
+    contents = _NoContents()
+    trained, held_out = asked_of(
+        url, lambda c: pages.sample(c, contents, 11), lambda c: pages.sample(c, contents, 91)
+    )
+    panel = panels(trained)["How far trainer and engine differed"]
+    assert [(one["metric"], one["nats"]) for one in table(panel)] == [
+        ("mismatch_k3", "0.0125"),
+        ("mismatch_p99", "0.25"),
+        ("mismatch_max", "1.5"),
+    ]
+    assert panel.note.startswith("in step 1, which learned from it")
+    assert "probability of each token is not in the ledger" in panel.note
+    nothing = panels(held_out)["How far trainer and engine differed"]
+    assert (nothing.body, nothing.empty) == ((), "no step that learned from it says so")
+
+
+def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user(url: str) -> None:
+    """Bob could have started from 3 s on and did at 9 s; one GPU of ours was there for 4 s of them. We had a GPU from 3 s to 9 s."""
+    without: list[r.Record] = []
+    for job_id, waited in ((901, 2.0), (902, 4.0)):
+        without += [
+            r.OtherUserWaits(job_id, "eve", "gpu", 1, T0, T0, T0 + 1),
+            r.OtherUserWaited(job_id, T0, "started", T0 + waited, 0, 0.0, T0 + waited),
+        ]
+    written(url, [*everything(), without])
+    (page,) = asked_of(url, pages.harm)
+    found = [table(panel) for panel in page.panels]
+    (day,) = found[1]
+    assert day == {
+        "day utc": "2026-09-21",
+        "partition": "gpu",
+        "waits with us": "1",
+        "mean s with us": "6",
+        "longest s with us": "6",
+        "waits without us": "2",
+        "mean s without us": "3",
+        "longest s without us": "4",
+        "still waiting": "0",
+        "harvested gpu hours meanwhile": "0.0011",
+    }
+    (wait,) = found[2]
+    assert (wait["user name"], wait["outcome"], wait["waited s"]) == ("bob", "started", "6")
+    (given,) = found[-1]
+    assert (given["owner"], given["run"], given["gpu hours"]) == ("owner", "sorting", "0.0017")
+
+
+def masked() -> list[r.Record]:
+    """A sample of step 1 that its verifier could not score."""
+    return [
+        r.GroupCreated(70, 1, "train", 1, 5, 0, 1, b"\1\0\0\0", 1, 71, '{"max_tokens": 64}', "{}", T0),
+        r.LeaseGranted(71, 1, 2, 1, 0, T0 + 6),
+        chunk(71, 1, 0, 4, 2),
+        r.LeaseEnded(71, 1, "finished", 4, 0, T0 + 10),
+        r.SampleFinished(71, "stop", 4, T0 + 10),
+        r.SampleEnded(71, "masked", "the verifier failed", 1, 1, None, None, T0 + 12),
+    ]

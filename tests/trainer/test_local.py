@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from scavenger import config as configs
+from scavenger.cli.main import app as commands
 from scavenger.ledger import store
 from scavenger.ledger.read import reader, reports
 from scavenger.weights import files
@@ -170,7 +172,7 @@ def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path,
 
 
 def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path, tmp_path: Path) -> None:
-    """What `scavenger samples` and every other reading command show of it, by the configuration in its folder."""
+    """What `scavenger samples`, `top`, `web` and every other reading command show of it, by the configuration in its folder."""
     path = write_run(tmp_path, model_folder, steps=1, out="x")
     first = run_local(path)
     assert first.returncode == 0, first.stderr
@@ -191,6 +193,21 @@ def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path,
     assert run is not None
     assert (run.state, run.attempt, run.last_step) == ("finished", 2, 2)
     assert [entry["attempt"] for entry in metrics(tmp_path, "x")] == [1, 1, 1, 2, 2]
+    given = ["--config", str(tmp_path / "x" / "local" / "scavenger.toml")]
+    live = CliRunner().invoke(commands, ["top", *given, "--once", "--json"])
+    assert live.exit_code == 0, live.output
+    (seen,) = json.loads(live.stdout)["runs"]
+    assert (seen["name"], seen["last_step"]) == ("local", 2)
+    if importlib.util.find_spec("jinja2") is not None:
+        shown = tmp_path / "run.html"
+        done = CliRunner().invoke(commands, ["web", *given, "--export", str(shown), "--run", "local"])
+        assert done.exit_code == 0, done.output
+        text = shown.read_text(encoding="utf-8")
+        assert "<h1>Run local</h1>" in text
+        assert all(
+            f'<main id="/runs/1/{page}">' in text for page in ("steps/1", "steps/2", "evals/0", "evals/2")
+        )
+        assert f'<main id="/samples/{rows[1][0].sample_id}">' in text
 
 
 def test_a_missing_model_is_an_error_with_its_remedy(

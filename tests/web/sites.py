@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from scavenger import config
 from scavenger.ledger import records as r
-from tests.ledger.examples import an_episode
+from tests.ledger.examples import an_episode, evaluated
 from tests.top import sites
 
 
@@ -29,9 +29,23 @@ def tokenizer(folder: Path, most: int = 40_000) -> Path:
     return path
 
 
+def hostile_episode() -> list[r.Record]:
+    """Its name, its tools and their calls are what somebody else chooses."""
+    x = sites.EVIL_STORED
+    return [
+        msgspec.structs.replace(one, name=x)
+        if isinstance(one, r.EpisodeBegun)
+        else msgspec.structs.replace(one, call=f"{i}{x}", tool=x)
+        if isinstance(one, r.ToolAsked)
+        else one
+        for i, one in enumerate(an_episode())
+    ]
+
+
 def ledger(folder: Path, *, evil: bool = False, more: Sequence[list[r.Record]] = ()) -> str:
     """Its URL."""
-    records = [*(sites.hostile() if evil else [*sites.records(), an_episode()]), *more]
+    own = [*sites.hostile(), hostile_episode()] if evil else [*sites.records(), an_episode(), evaluated()]
+    records = [*own, *more]
     path = str(tokenizer(folder))
     named = [
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import re
@@ -31,7 +32,7 @@ from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.web import app as web
 from scavenger.web import export, pages, render, texts
-from tests.ledger.examples import T0, chunk
+from tests.ledger.examples import CONFIG, T0, chunk
 from tests.top import sites as tops
 from tests.web.sites import ledger, word
 
@@ -151,18 +152,43 @@ def test_a_long_sample_is_read_as_far_as_it_is_shown(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
-    url, out = ledger(tmp_path), tmp_path / "run.html"
+    other: list[r.Record] = [
+        r.RunCreated(2, "second", "owner", 17, CONFIG, "{}", "", T0 + 30),
+        r.AttemptGranted(2, 1, "login1", 102, 0, CONFIG, "{}", T0 + 30),
+    ]
+    url, out = ledger(tmp_path, more=[other]), tmp_path / "run.html"
     shown = export.write(url, "sorting", out)
     assert out.stat().st_mode & 0o777 == 0o600
     text = out.read_text(encoding="utf-8")
-    ids = set(re.findall(r'<main id="([^"]+)"', text))
-    assert (
-        ids
-        == set(shown)
-        >= {"/harm", "/decisions", "/runs/1", "/runs/1/steps/1", "/groups/10", "/samples/11"}
-    )
-    links = re.findall(r'href="([^"]+)"', text)
-    assert links
+    ids = set(map(html.unescape, re.findall(r'<main id="([^"]+)"', text)))
+    assert ids == set(shown)
+    assert ids >= {
+        "/",
+        "/compare?runs=2,1",
+        "/harm",
+        "/decisions",
+        "/decisions/1",
+        "/runs/1",
+        "/runs/1/steps/1",
+    }
+    assert ids >= {"/groups/10", "/samples/11", "/episodes/1", "/runs/1/evals/1", "/groups/90", "/samples/91"}
+    assert next(iter(shown)) == "/runs/1", "the first one is what a reader sees first"
+    # Each filter, and the bins that have samples, as pages of their own.
+    at = "/runs/1/steps/1?only="
+    narrowed = {path.removeprefix(at): page for path, page in shown.items() if path.startswith(at)}
+    assert {name: [row[0].text for row in page.panels[0].body] for name, page in narrowed.items()} == {
+        "all": ["11", "12"],
+        "moved": ["11"],
+        "masked": [],
+        "cut+off": ["12"],
+        "best": ["11", "12"],
+        "worst": ["12", "11"],
+        "all&bin=0": ["12"],
+        "all&bin=19": ["11"],
+    }
+    assert "Not in this file: a search of the completions" in text
+    links = list(map(html.unescape, re.findall(r'href="([^"]+)"', text)))
+    assert {"#/runs/1/steps/1?only=all&bin=19", "#/runs/1/steps/1?only=moved", "#/decisions/1"} <= set(links)
     assert {link.removeprefix("#") for link in links} <= ids
     assert "<script" not in text
     assert "http" not in re.sub(r"http-equiv", "", text), "it loads nothing"
@@ -185,7 +211,7 @@ def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(subprocess, "Popen", counted)
     shown = export.write(url, "sorting", tmp_path / "x.html")
-    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 3
+    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 6
     assert "&lt;w11003&gt;" in (tmp_path / "x.html").read_text(encoding="utf-8")
     assert len(started) == 1
 
@@ -211,6 +237,25 @@ def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_tw
             texts.read(good, [[11_000]], (), child)
         monkeypatch.undo()
         assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
+
+
+def test_a_file_is_read_by_one_connection_in_short_transactions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's log cannot be written back during a transaction: after each page it ends."""
+    opened, ended = list[object](), list[object]()
+    make = store.open_readonly
+
+    def counted(url: str, most_s: float | None = None) -> sa.Engine:
+        engine = make(url, most_s)
+        sa.event.listen(engine, "connect", lambda *said: opened.append(said))
+        sa.event.listen(engine, "commit", ended.append)
+        return engine
+
+    monkeypatch.setattr(store, "open_readonly", counted)
+    shown = export.write(ledger(tmp_path), "sorting", tmp_path / "x.html")
+    assert len(opened) == 1
+    assert len(ended) > len([path for path in shown if "only=" not in path])
 
 
 def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
@@ -253,7 +298,7 @@ def test_the_command_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_one_file_without_pages_is_a_page_too() -> None:
-    assert "</html>" in "".join(render.one_file({}, "<b>"))
+    assert "</html>" in "".join(render.one_file({}, "<b>", "<i>"))
 
 
 def test_harm_counts_what_slurm_preempted_though_no_poll_saw_anybody_wait(tmp_path: Path) -> None:

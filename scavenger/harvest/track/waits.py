@@ -1,13 +1,14 @@
 """Which other users' jobs wait while we hold GPUs where they could run, from one poll to the next. Pure.
 
-    waits    another user's job waits for GPUs (`waiting_jobs`), and we hold some on nodes of its partitions: one row of the ledger begins
+    waits    another user's job waits for GPUs (`waiting_jobs`) of nodes that are the harvest partition's, or of which we hold some: one row
+             of the ledger begins, with how many are ours there, 0 for a wait without us
     meanwhile  between two polls what we held at the first counts, for `MOST_UNSEEN_S` at most
     over     the job waits no more: Slurm's start time, or what else became of it. One that is held by then, or waits for a dependency, a
              begin time or its array's own limit (`held`), waits for no GPU; when it does again, that is another wait, from then on
 
 Jobs of the daemon's own Unix user and engines of other harvesters are no other users' jobs.
-It holds no job at fault: one that waits may wait for more than we hold. At most `MOST` waits are open at once, those that could start
-first. Owns the arithmetic; `harvester` gives each whole view.
+It holds no job at fault: one that waits may wait for more than we hold. At most `MOST` waits beside us are open at once, those that could
+start first, and `MOST_WITHOUT` without us. Owns the arithmetic; `harvester` gives each whole view.
 
 Boundary: what is recorded of others, apart from what is decided for them (`decide/other_users`).
 """
@@ -23,7 +24,7 @@ from scavenger.harvest.decide.other_users import is_harvested
 from scavenger.ledger import records as rec
 
 #: Waits that are followed at once: one user's ten thousand jobs are as many rows otherwise.
-MOST = 1000
+MOST, MOST_WITHOUT = 1000, 500
 #: As in the reports `other_users_waiting` and `idle_gpu_hours`: time between polls that is too long is not counted.
 MOST_UNSEEN_S = 300.0
 
@@ -53,32 +54,48 @@ class OtherUsersWaits:
 
     def restore(self, waits: Sequence[rec.OtherUserWaits], now: float) -> None:
         self._open = {
-            one.job_id: _Open(one.submitted_at, one.eligible_at, one.partition, 0, now) for one in waits
+            one.job_id: _Open(one.submitted_at, one.eligible_at, one.partition, 0, now, one.harvested_gpus)
+            for one in waits
         }
 
     def observe(
-        self, view: ClusterView, waiting: Sequence[Job], held: Mapping[str, int], now: float
+        self,
+        view: ClusterView,
+        waiting: Sequence[Job],
+        held: Mapping[str, int],
+        now: float,
+        harvested: frozenset[str] = frozenset(),
     ) -> tuple[rec.Record, ...]:
-        """One whole poll. `waiting`: jobs, not the daemon's, that wait for GPUs; `held`: GPUs that are ours, by node."""
-        ours = _OurGpus(view, held)
+        """One whole poll. `waiting`: jobs, not the daemon's, that wait for GPUs; `held`: GPUs that are ours, by node; `harvested`: nodes of
+        the harvest partition."""
+        ours = _OurGpus(view, held, harvested)
         others = [job for job in waiting if job.user != self._user and not is_harvested(job)]
         records: list[rec.Record] = []
         if self._open:
             listed, wanting = _listed(view.jobs, self._open.keys()), _listed(others, self._open.keys())
             for job_id in sorted(self._open):
                 records += self._follow(job_id, listed[job_id], wanting[job_id], ours, now)
-        new = [job for job in others if job.job_id not in self._open and ours.near(job.partition)]
+        new = [job for job in others if job.job_id not in self._open and ours.shared(job.partition)]
+        beside = sum(one.most > 0 for one in self._open.values())
+        room = {True: MOST - beside, False: MOST_WITHOUT - (len(self._open) - beside)}
         for job in sorted(new, key=lambda job: (self._eligible_at(job, now), job.job_id)):
-            if len(self._open) >= MOST:
-                break
-            if job.job_id in self._open:
-                continue  # another task of the same array
+            with_us = ours.near(job.partition) > 0
+            if room[with_us] <= 0 or job.job_id in self._open:
+                continue  # or another task of the same array
+            room[with_us] -= 1
             submitted_at, near = job.submit_time or now, ours.near(job.partition)
             eligible_at = max(submitted_at, self._eligible_at(job, now))
             self._open[job.job_id] = _Open(submitted_at, eligible_at, job.partition, near, now, near)
             records.append(
                 rec.OtherUserWaits(
-                    job.job_id, job.user, job.partition, job.gpus, submitted_at, eligible_at, now
+                    job.job_id,
+                    job.user,
+                    job.partition,
+                    job.gpus,
+                    submitted_at,
+                    eligible_at,
+                    now,
+                    harvested_gpus=near,
                 )
             )
         self._note_idle(view, waiting, now)
@@ -120,16 +137,25 @@ class OtherUsersWaits:
 def unseen(waits: Iterable[rec.OtherUserWaits], now: float) -> tuple[rec.Record, ...]:
     """The ends of those that a daemon without a harvester takes over: it polls no queue, and would never see them end."""
     return tuple(
-        rec.OtherUserWaited(one.job_id, one.submitted_at, "unseen", None, 0, 0.0, now) for one in waits
+        rec.OtherUserWaited(one.job_id, one.submitted_at, "unseen", None, one.harvested_gpus, 0.0, now)
+        for one in waits
     )
 
 
 class _OurGpus:
-    """GPUs that we hold on the nodes of a job's partitions."""
+    """GPUs that we hold, or might, on the nodes of a job's partitions."""
 
-    def __init__(self, view: ClusterView, held: Mapping[str, int]) -> None:
+    def __init__(self, view: ClusterView, held: Mapping[str, int], harvested: frozenset[str]) -> None:
         self._parts = {part.name: part.nodes for part in view.partitions}
         self._held, self._found = held, dict[str, int]()
+        self._harvested, self._inside = harvested, dict[str, bool]()
+
+    def shared(self, partition: str) -> bool:
+        """Whether we hold GPUs there, or it has nodes of the harvest partition."""
+        if partition not in self._inside:
+            parts = (self._parts.get(name, frozenset()) for name in partition.split(","))
+            self._inside[partition] = not all(map(self._harvested.isdisjoint, parts))
+        return self._inside[partition] or self.near(partition) > 0
 
     def near(self, partition: str) -> int:
         """`partition`: a job's, which may name several."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -170,12 +170,30 @@ def connected(url: str) -> Iterator[sa.Connection]:
 @contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A short transaction in which all statements see one state of the ledger."""
-    try:
-        with engine.connect() as connection:
-            if connection.dialect.name == "postgresql":
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
+    with kept(engine) as read, read() as connection:
+        yield connection
+
+
+@contextmanager
+def kept(engine: sa.Engine) -> Iterator[Callable[[], AbstractContextManager[sa.Connection]]]:
+    """One connection; each call of what it gives is a short transaction as `reading` makes one, after the one before has ended."""
+    with _explained(), engine.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            connection = connection.execution_options(isolation_level="REPEATABLE READ")
+
+        @contextmanager
+        def read() -> Iterator[sa.Connection]:
+            with _explained(), connection.begin():
                 yield connection
+
+        yield read
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A database's errors become this tree's."""
+    try:
+        yield
     except sa.exc.DBAPIError as error:
         state = classify(error)
         why = f"the ledger cannot be read: {explain(error)}"

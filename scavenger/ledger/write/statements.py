@@ -520,10 +520,9 @@ KINDS: dict[type[Record], Kind] = {
     r.OtherUserWaits: _kind(
         _insert(
             t.other_users_waits,
-            **_fields("job_id user_name partition gpus submitted_at eligible_at cluster"),
+            **_fields("job_id user_name partition gpus submitted_at eligible_at harvested_gpus cluster"),
             seen_at=":at",
             outcome="",
-            harvested_gpus=0,
             harvested_gpu_s=0.0,
         ),
         creates="other_users_waits",
