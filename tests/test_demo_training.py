@@ -68,6 +68,7 @@ def test_a_job_that_waits_or_was_requeued_goes_on_and_says_so() -> None:
         following.observe([job(JobState.PENDING, reason="Resources")], "", 0.0).phase
         == "the training job waits: Resources"
     )
+    assert following.observe([job(JobState.PENDING)], "", 1.0).phase == "the training job waits"
     assert (
         "restart 1"
         in following.observe([job(JobState.PENDING, reason="BeginTime", restarts=1)], "", 400.0).phase

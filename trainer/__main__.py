@@ -16,11 +16,22 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
         signal.SIGINT, signal.SIG_DFL
     )  # what is imported takes seconds: Ctrl-C ends it without a traceback
 
+import sys
+
+from scavenger.errors import ConfigError
+from scavenger.host import packages
+
+if __name__ == "__main__":
+    try:
+        packages.require_training("the trainer runs on torch")
+    except ConfigError as lacks:
+        print(f"error: {lacks}", file=sys.stderr)
+        sys.exit(lacks.exit_code)
+
 import argparse
 import functools
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -37,7 +48,6 @@ from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import (
     CheckpointAhead,
-    ConfigError,
     LedgerError,
     LedgerRestored,
     ScavengerError,
@@ -362,7 +372,12 @@ def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
     saved = checkpoint.select(config.run.out_dir, "auto")
     laid_over = options.over or options.set
     where = f"-c {config.run.out_dir}/scavenger.toml" if laid_over else f"{options.config} --local"
-    more = f"; completions: scavenger samples {where}" if options.local else ""
+    more = (
+        f"; completions: scavenger samples {where}"
+        f"; in a browser: scavenger web -c {config.run.out_dir}/scavenger.toml"
+        if options.local
+        else ""
+    )
     return f"finished: {config.run.steps} steps, saved as {saved}{more}"
 
 

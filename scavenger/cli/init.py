@@ -7,7 +7,6 @@ Boundary: one subcommand.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from scavenger import config, toml
 from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
+from scavenger.host import packages
 from scavenger.host.user import user_name
 from scavenger.protocol import key_requests, keys
 
@@ -309,14 +309,9 @@ def _is_local(beside: Path | None) -> bool:
     )
 
 
-def _lacks() -> list[str]:
-    """What training and engines import, and this Python has not: that of the Debian package is the daemon's alone."""
-    return [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-
-
 def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
     """Run `python -m trainer.prepare` and end with its status where it refuses. `quiet`: what it printed is returned, and not shown."""
-    if missing := _lacks():
+    if missing := packages.lacking():
         raise ConfigError(
             f"this Python ({sys.executable}) has no {' and no '.join(missing)}",
             "use the environment of the site that trains (docs/install.md), or make one: pip install '.[trainer]' in a clone",
@@ -376,7 +371,7 @@ def _ask_slurm(partition: str) -> Proposal:
     user = user_name()
     try:
         facts = collect.gather(SiteRequirements(partition, user=user))
-        return proposal.propose(facts, user, partition, _lacks())
+        return proposal.propose(facts, user, partition, packages.lacking())
     except Missing as missing:
         raise ConfigError(f"Slurm cannot be asked: {missing}", missing.remedy) from missing
 

@@ -196,4 +196,5 @@ def _line(item: dict[str, Any]) -> str:
     return (
         f"  {item['index']:>3}  {completion:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
         f"{item['state']:<10} {item['finish']:<7} moves {item['moves']}  {engines}"
+        + (f"  ({item['reason']})" if item["reason"] else "")
     )

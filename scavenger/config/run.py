@@ -38,7 +38,8 @@ class RunSection(Section):
     """The site's public folder (`daemon.public_dir` of its `scavenger.toml`), or the daemon's `state_dir` where
     the run is the daemon's own user's: the daemon says there where it listens."""
     out_dir: Path
-    """Folder of checkpoints and `metrics.jsonl`. All ranks must see it."""
+    """Folder of checkpoints and `metrics.jsonl`. All ranks must see it. A relative path is relative to this file;
+    in `--set run.out_dir=…` to the folder that the command starts in."""
     deterministic: bool = False
     """`true`: float64 everywhere, one group a micro-batch, exact sums: a preemption then changes no token
     ([architecture.md](architecture.md#deterministic-mode)). Needs `engine.name = "reference"`."""

@@ -15,12 +15,14 @@ from rich.table import Table
 
 from scavenger.demo import session
 from scavenger.demo.metrics import DemoMetrics
+from scavenger.host import packages
 
 STEPS = 6
 
 
 def run(options: session.DemoOptions, console: Console) -> int:
     """Play both runs and print reward and loss step by step; returns 0 when they are equal, else 1."""
+    packages.require_training(session.TRAINS)
     backend = session.choose_backend(options.backend, console)
     out = options.out.resolve() / time.strftime("compare-%Y%m%d-%H%M%S")
     out.mkdir(parents=True)

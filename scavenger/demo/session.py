@@ -28,9 +28,12 @@ from scavenger.cluster.sandbox.sandbox import missing_slurm
 from scavenger.demo import agent, episode, metrics, report, training
 from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
+from scavenger.host import packages
 from scavenger.ledger import store
 from scavenger.ledger.read.tokenizer import load_tokenizer
 
+#: What needs the trainer's packages, before anything is booted.
+TRAINS = "the demo trains a model"
 REFRESH_S = 0.5
 LINE_S = 5.0
 RUN_NAME = "demo"
@@ -127,6 +130,7 @@ def choose_backend(wanted: str, console: Console) -> str:
 def run(options: DemoOptions, console: Console) -> int:
     """Run the demo; returns the exit status. Leaves no process, job or port behind, also after Ctrl-C."""
     started = time.monotonic()
+    packages.require_training(TRAINS)
     if options.agent:
         agent.check_packages()
     out = options.out.resolve()
@@ -250,7 +254,7 @@ class DemoModel:
         if self._process.returncode != 0:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
             raise ScavengerError(
-                f"the demo's model could not be made:\n{tail}", "is the [trainer] extra installed?"
+                f"the demo's model could not be made:\n{tail}", f"look at {self._log}"
             )
 
 
@@ -425,6 +429,8 @@ def _report(
         soft_wrap=True,
     )
     console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)
+    web = f"{Path(sys.executable).parent / 'scavenger'} web --config {site_dir / 'scavenger.toml'}"
+    console.print(f"\n  The whole run in a browser (extra web):\n{web}", highlight=False, soft_wrap=True)
     if context.episodes is not None:
         if context.episodes.one is not None:
             console.print("\n  One episode, turn by turn:", highlight=False, soft_wrap=True)

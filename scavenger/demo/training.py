@@ -73,7 +73,7 @@ class Training:
                 phase=f"the training job was requeued (restart {job.restart_count}) and waits"
             )
         if job.state is JobState.PENDING:
-            return DemoProgress(phase=f"the training job waits: {job.reason or 'no reason given'}")
+            return DemoProgress(phase="the training job waits" + (f": {job.reason}" if job.reason else ""))
         return DemoProgress()
 
     def unreadable(self, why: str, now: float, *, malformed: bool = False) -> DemoProgress:

@@ -243,6 +243,22 @@ def test_a_sample_s_lines_hold_no_control_characters(tmp_path: Path, jsonl: bool
     assert not {"\x1b", "\x9b"} & set("".join(shown))
 
 
+def test_a_reader_is_told_why_a_sample_was_not_trained(sqlite_url: str, tmp_path: Path) -> None:
+    words = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))
+    history = [
+        msgspec.structs.replace(x, tokenizer=str(words)) if isinstance(x, r.RunCreated) else x
+        for x in training()[0]
+    ]
+    why = "zero variance: every reward is 0"
+    first = next(x for x in history if isinstance(x, r.SampleEnded) and x.state == "consumed")
+    history.append(msgspec.structs.replace(first, state="filtered", reason=why))
+    written(sqlite_url, [history])
+    said = list(samples.lines(sqlite_url, "sorting", first.step, None, "train", jsonl=False))
+    assert [line.endswith(f"  ({why})") for line in said if " filtered " in line] == [True]
+    assert not any(line.endswith(")") for line in said[1:] if " filtered " not in line)
+
+
 def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Path) -> None:
     words = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))

@@ -177,7 +177,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "/opt/scavenger/bin/pip install -c constraints.txt 'dist/scavenger-0.2.0-py3-none-any.whl[trainer,math]'": By(
             f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"
         ),
-        "/opt/scavenger/bin/scavenger demo --backend local": By(
+        "/opt/scavenger/bin/scavenger demo": By(
             f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"
         ),
         "/opt/scavenger/bin/pip install --require-hashes -r requirements-daemon.txt": By(

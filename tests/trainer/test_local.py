@@ -182,6 +182,7 @@ def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path,
     assert again.returncode == 0, again.stderr
     assert "after step 1 (--resume none starts over)" in again.stdout
     assert f"scavenger samples {path} --local" in again.stdout
+    assert f"scavenger web -c {tmp_path}/x/local/scavenger.toml" in again.stdout
     url = configs.read_daemon(tmp_path / "x" / "local" / "scavenger.toml").ledger_url
     assert reports.check(url) == []
     engine = store.open_readonly(url)

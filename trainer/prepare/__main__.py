@@ -28,6 +28,11 @@ from trainer.prepare.rows import DataFacts
 
 #: Of a GPU of which nothing is known.
 ASSUMED_GPU_GB = 80.0
+#: What a first reward of such a model has to cope with.
+RANDOM_WEIGHTS = (
+    'A model of random weights says random bytes first. Give credit in parts (`return {"letters": ..., "right": ...}`) and set '
+    "sampling.max_tokens to little more than your longest answer."
+)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -215,6 +220,7 @@ def write(options: argparse.Namespace) -> None:
         importlib.util.find_spec("math_verify") is not None,
         0,
         *node_memory(options),
+        draft.tiny_completion(data) if options.tiny else draft.COMPLETION_TOKENS,
     )
     folder.mkdir(parents=True, exist_ok=True)
     run, script = folder / "run.toml", folder / "train.sbatch"
@@ -235,6 +241,8 @@ def write(options: argparse.Namespace) -> None:
             print(f"LOOK: {cause}\n  remedy: {remedy}")
     if missing := draft.missing_extra(facts, data, wish):
         print(f"LOOK: {missing}")
+    if options.tiny:
+        print(RANDOM_WEIGHTS)
     print(
         f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}; "
         f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"

@@ -109,6 +109,10 @@ def host_of(run_toml: Path) -> dict[str, int]:
     return {"cpus_per_engine": engine_sizes.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
+#: The check that a try with `--local` does without.
+DAEMON = "daemon and keys"
+
+
 def check(
     run_toml: Path, gpus: RequestedGpus, over: Sequence[Path] = (), sets: Sequence[str] = ()
 ) -> Iterator[StartFinding]:
@@ -138,7 +142,7 @@ def check(
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.division)
     yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
     yield _ask("out_dir and figures", lambda: _out_dir(config, seen.model))
-    yield _ask("daemon and keys", lambda: _daemon(config))
+    yield _ask(DAEMON, lambda: _daemon(config))
 
 
 def _ask(what: str, function: Callable[[], str], needs: object = True) -> StartFinding:
@@ -562,7 +566,10 @@ def report(run_toml: Path, findings: list[StartFinding]) -> tuple[list[str], boo
         word = "REFUSED" if finding.problem else "skipped" if finding.skipped else "ok     "
         said.append(f"  {word}  {finding.what}{f': {finding.note}' if finding.note else ''}")
         said += [f"           {line}" for line in finding.problem.splitlines()]
-    return said, not any(finding.problem for finding in findings)
+    refused = [finding.what for finding in findings if finding.problem]
+    if refused == [DAEMON]:
+        said.append(f"a try needs neither daemon nor keys: python -m trainer {run_toml} --local")
+    return said, not refused
 
 
 def document(findings: list[StartFinding]) -> str:

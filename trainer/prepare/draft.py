@@ -21,6 +21,9 @@ from trainer.prepare.sizes import Sizes, SizingRequest
 SHIPPED = "scripts/train.sbatch"
 #: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
 COMPLETION_TOKENS = 8192
+#: Of a completion of a model of random weights, which ends where it is cut: by chance, and late. Without answers so many; with answers so
+#: many more than the longest, for what a verifier wants around it (`\boxed{}`) and the end.
+TINY_COMPLETION_TOKENS, TINY_MORE_TOKENS = 16, 10
 #: Of an environment's conversation, beside its last completion.
 CONVERSATION_TOKENS = 6144
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
@@ -38,7 +41,7 @@ class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
     `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
     `memory_gib`: of a node's host memory to ask for, 0 = not known. `node_gb`: what a training node has, 0 = not known; `node_source`: who
-    said so.
+    said so. `completion`: tokens of a completion at most.
     """
 
     name: str
@@ -58,6 +61,7 @@ class RunOptions:
     memory_gib: int = 0
     node_gb: float = 0.0
     node_source: str = ""
+    completion: int = COMPLETION_TOKENS
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -65,18 +69,30 @@ def shape_of(model: ModelFacts) -> ModelShape:
     return replace(shapes.of_config(model.config, model.parameters), vocabulary=model.vocabulary)
 
 
-def lengths(context: int, longest: int) -> tuple[int, int]:
-    """model.context_length and sampling.max_tokens: room for the prompts and a chat template around them, within the model's context."""
+def tiny_completion(data: DataFacts) -> int:
+    """Tokens of a completion of a model of random weights, which has a token a byte: little more than the longest answer of the first rows."""
+    answers = [row.get(data.answer_field) for row in data.rows] if data.answer_field else []
+    longest = max((len(str(one).encode()) for one in answers if one is not None), default=0)
+    return min(COMPLETION_TOKENS, longest + TINY_MORE_TOKENS if longest else TINY_COMPLETION_TOKENS)
+
+
+def lengths(context: int, longest: int, most: int = COMPLETION_TOKENS) -> tuple[int, int]:
+    """model.context_length and sampling.max_tokens: room for the prompts and a chat template around them, within the model's context.
+
+    `most`: tokens of a completion, where the context allows them.
+    """
     prompt_tokens = -(-(longest * 5 // 4 + 64) // 64) * 64
     if not context:
-        return prompt_tokens + COMPLETION_TOKENS, COMPLETION_TOKENS
+        return prompt_tokens + most, most
     kept = min(prompt_tokens, context // 2) if longest <= context // 2 else longest + 1
-    completion_tokens = max(1, min(COMPLETION_TOKENS, context - kept))
+    completion_tokens = max(1, min(most, context - kept))
     return min(context, prompt_tokens + completion_tokens), completion_tokens
 
 
-def length_reason(limit: int, context: int, completion_tokens: int) -> str:
+def length_reason(limit: int, context: int, completion_tokens: int, most: int = COMPLETION_TOKENS) -> str:
     """Why completions are cut where they are: as a first run has it, or by the model's own `limit` (0 = it names none)."""
+    if most != COMPLETION_TOKENS and completion_tokens == most:
+        return "little more than your longest answer, if there are answers: random weights seldom end a completion"
     if completion_tokens == COMPLETION_TOKENS or not limit:
         return "of a completion at most; what is longer is cut"
     return f"the model's own limit of {limit} less {context - completion_tokens} for prompts"
@@ -87,7 +103,7 @@ def learning_rate(model: ModelFacts) -> str:
 
 
 def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
-    context, completion_tokens = lengths(model.context, wish.longest)
+    context, completion_tokens = lengths(model.context, wish.longest, wish.completion)
     samples = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
     return sizes.choose(
         SizingRequest(
@@ -106,14 +122,14 @@ def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
 
 
 def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
-    context, completion_tokens = lengths(model.context, wish.longest)
+    context, completion_tokens = lengths(model.context, wish.longest, wish.completion)
     chosen = sizes_of(model, wish)
     sections = [
         _head(model, data, wish),
         _run(wish, chosen),
         _model(model, context),
         _data(model, data),
-        _sampling(model, context, completion_tokens),
+        _sampling(model, context, completion_tokens, wish.completion),
         _engine(wish, chosen),
         _reward(model, data, wish),
         _training(data, chosen, learning_rate(model)),
@@ -123,7 +139,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
 
 def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozenset[str]) -> list[str]:
     """What the two files take for granted, by file, with the option or key that says otherwise. `given`: the options that were given."""
-    chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest)
+    chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest, wish.completion)
     many = "" if wish.nodes == 1 else "s"
     learning = (
         f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} completions, lr {learning_rate(model)}"
@@ -327,7 +343,7 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sampling(model: ModelFacts, context: int, completion_tokens: int) -> str:
+def _sampling(model: ModelFacts, context: int, completion_tokens: int, most: int) -> str:
     ids = ", ".join(map(str, model.end))
     end = (
         f"#stop_token_ids = [{ids}]          # what ends a completion; this is what {model.end_source} says, and the default"
@@ -335,7 +351,7 @@ def _sampling(model: ModelFacts, context: int, completion_tokens: int) -> str:
         else "stop_token_ids = []                 # SET THIS: the model's folder names no eos_token_id"
     )
     return f"""[sampling]
-max_tokens = {completion_tokens}                   # {length_reason(model.context, context, completion_tokens)}
+max_tokens = {completion_tokens}                   # {length_reason(model.context, context, completion_tokens, most)}
 temperature = 1.0
 {end}
 """

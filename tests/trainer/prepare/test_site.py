@@ -244,6 +244,10 @@ def test_the_daemon_s_configuration_is_this_shell_s_or_the_run_s_own(
 def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
     shutil.rmtree(site)
     assert "there is no folder" in refused(run)["daemon and keys"]
+    said, fine = check.report(run, list(check.check(run, NO_GPU)))
+    assert (said[-1], fine) == (f"a try needs neither daemon nor keys: python -m trainer {run} --local", False)
+    change(run, "lr = ", "lr = -")
+    assert "a try" not in check.report(run, list(check.check(run, NO_GPU)))[0][-1], "nor would a try start"
 
 
 def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(

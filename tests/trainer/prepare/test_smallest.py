@@ -87,8 +87,10 @@ def test_with_data_of_a_user_s_own_it_makes_a_model_that_reads_any_text(
     assert [one.problem for one in found if one.problem] == []
     config = read_run(folder / "run.toml")
     assert config.optimizer.lr == 5e-3, "random weights do not move at 1e-6"
-    assert config.sampling.max_tokens < 200
-    assert "--local" in capsys.readouterr().out.splitlines()[-1]
+    assert config.sampling.max_tokens == 16, "no answers: nothing is known of their lengths"
+    *_, advice, last = capsys.readouterr().out.splitlines()
+    assert "credit in parts" in advice
+    assert "--local" in last
 
 
 def test_the_command_makes_a_model_for_data_of_a_user_s_own(tmp_path: Path) -> None:
@@ -101,6 +103,7 @@ def test_the_command_makes_a_model_for_data_of_a_user_s_own(tmp_path: Path) -> N
     config = read_run(tmp_path / "mine/run.toml")
     assert (config.model.path, config.engine.name) == (tmp_path / "mine/model", "reference")
     assert config.data.path == tmp_path / "own.jsonl"
+    assert config.sampling.max_tokens == 11, "a digit and little more"
 
 
 def test_the_reward_gives_a_part_for_each_right_digit_and_none_for_more_of_them() -> None:

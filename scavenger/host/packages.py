@@ -1,0 +1,27 @@
+"""Packages that training imports and this Python may lack: that of a bare wheel or of the Debian package has the daemon's alone.
+
+Owns which they are, and what a command says that needs them. Imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from scavenger.errors import ConfigError
+
+TRAINS = ("torch", "transformers")
+
+
+def lacking() -> list[str]:
+    """What training and engines import, and this Python has not."""
+    return [name for name in TRAINS if importlib.util.find_spec(name) is None]
+
+
+def require_training(what: str) -> None:
+    """Raises `ConfigError` where one is missing. `what`: trains, such as "the demo trains a model"."""
+    if missing := lacking():
+        raise ConfigError(
+            f"{what}, and this Python ({sys.executable}) has no {' and no '.join(missing)}",
+            "pip install -c constraints.txt 'WHEEL[trainer,math]', of a clone '.[trainer,math]' (docs/install.md)",
+        )
