@@ -253,9 +253,7 @@ class DemoModel:
             time.sleep(REFRESH_S)  # the display's frame rate
         if self._process.returncode != 0:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
-            raise ScavengerError(
-                f"the demo's model could not be made:\n{tail}", f"look at {self._log}"
-            )
+            raise ScavengerError(f"the demo's model could not be made:\n{tail}", f"look at {self._log}")
 
 
 def made_for(options: DemoOptions, site_dir: Path) -> DemoModel:

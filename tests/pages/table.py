@@ -177,9 +177,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "/opt/scavenger/bin/pip install -c constraints.txt 'dist/scavenger-0.2.0-py3-none-any.whl[trainer,math]'": By(
             f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"
         ),
-        "/opt/scavenger/bin/scavenger demo": By(
-            f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"
-        ),
+        "/opt/scavenger/bin/scavenger demo": By(f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"),
         "/opt/scavenger/bin/pip install --require-hashes -r requirements-daemon.txt": By(
             f"{INSTALL}::test_pip_installs_known_files_and_no_others"
         ),

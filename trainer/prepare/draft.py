@@ -70,7 +70,7 @@ def shape_of(model: ModelFacts) -> ModelShape:
 
 
 def tiny_completion(data: DataFacts) -> int:
-    """Tokens of a completion of a model of random weights, which has a token a byte: little more than the longest answer of the first rows."""
+    """Tokens of a completion of a model of random weights, which has a token a byte: a little over the first rows' longest answer."""
     answers = [row.get(data.answer_field) for row in data.rows] if data.answer_field else []
     longest = max((len(str(one).encode()) for one in answers if one is not None), default=0)
     return min(COMPLETION_TOKENS, longest + TINY_MORE_TOKENS if longest else TINY_COMPLETION_TOKENS)
@@ -139,7 +139,10 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
 
 def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozenset[str]) -> list[str]:
     """What the two files take for granted, by file, with the option or key that says otherwise. `given`: the options that were given."""
-    chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest, wish.completion)
+    chosen, (context, completion_tokens) = (
+        sizes_of(model, wish),
+        lengths(model.context, wish.longest, wish.completion),
+    )
     many = "" if wish.nodes == 1 else "s"
     learning = (
         f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} completions, lr {learning_rate(model)}"

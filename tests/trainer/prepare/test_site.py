@@ -245,7 +245,10 @@ def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
     shutil.rmtree(site)
     assert "there is no folder" in refused(run)["daemon and keys"]
     said, fine = check.report(run, list(check.check(run, NO_GPU)))
-    assert (said[-1], fine) == (f"a try needs neither daemon nor keys: python -m trainer {run} --local", False)
+    assert (said[-1], fine) == (
+        f"a try needs neither daemon nor keys: python -m trainer {run} --local",
+        False,
+    )
     change(run, "lr = ", "lr = -")
     assert "a try" not in check.report(run, list(check.check(run, NO_GPU)))[0][-1], "nor would a try start"
 
