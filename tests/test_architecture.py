@@ -33,8 +33,11 @@ SHARED = {
     "__version__",
 }
 
-#: Beyond that: what a try in one process keeps (`--local`), imported there alone.
-OF_ONE_MODULE = (("trainer/__main__.py", "scavenger.ledger.local_run.LocalLedger"),)
+#: Beyond that: what a try in one process keeps (`--local`), imported there alone; what a Python lacks, asked before torch is imported.
+OF_ONE_MODULE = (
+    ("trainer/__main__.py", "scavenger.ledger.local_run.LocalLedger"),
+    ("trainer/__main__.py", "scavenger.host.packages"),
+)
 
 #: Inside `scavenger`, from the bottom up: a part imports from parts before it only, and from itself.
 ORDER = (

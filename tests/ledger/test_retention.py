@@ -248,7 +248,8 @@ def test_a_reader_is_told_why_a_sample_was_not_trained(sqlite_url: str, tmp_path
     Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))
     history = [
         msgspec.structs.replace(x, tokenizer=str(words)) if isinstance(x, r.RunCreated) else x
-        for x in training()[0]
+        for batch in training()
+        for x in batch
     ]
     why = "zero variance: every reward is 0"
     first = next(x for x in history if isinstance(x, r.SampleEnded) and x.state == "consumed")
