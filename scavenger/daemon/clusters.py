@@ -33,7 +33,7 @@ from scavenger.errors import AuthError, ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
-from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE
+from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE, MALFORMED
 from scavenger.harvest.harvester import STOP_S, Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import status
@@ -117,7 +117,7 @@ def config_of(own: DaemonConfig, name: str, told: Remembered) -> DaemonConfig:
         asked = {key: value for key, value in sections["harvest"].items() if key not in HARVEST_KEYS_THERE}
         cluster = ClusterSection.model_validate(paced)
         harvest = HarvestSection.model_validate_json(msgspec.json.encode(asked))
-    except (msgspec.MsgspecError, ValidationError, KeyError) as error:
+    except (*MALFORMED, ValidationError, KeyError) as error:
         raise ConfigError(
             f"the limits of cluster {name} cannot be read: {error}",
             "run the same release of scavenger there and here",

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from scavenger.cluster.local.client import LocalServer
-from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.proxy import messages as proxy
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
@@ -29,8 +29,8 @@ from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, Config
 from scavenger.harvest import limits
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink
+from scavenger.harvest.further import link, plausible, process
 from scavenger.harvest.further import messages as wire
-from scavenger.harvest.further import process
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.ledger import records as rec
@@ -62,14 +62,14 @@ class Ends:
 @contextmanager
 def linked(silent_s: float = 5.0) -> Iterator[Ends]:
     server, pair = keys.generate(), keys.generate()
-    link = ClusterLink(server, silent_s=silent_s)
-    link.admit({pair.public: "b"})
+    made = ClusterLink(server, silent_s=silent_s)
+    made.admit({pair.public: "b"})
     try:
-        port = link.bind("127.0.0.1", 0)
-        link.announce(keys.Rendezvous("tcp://127.0.0.1:1", server.public, 3, 1, "here"))
-        yield Ends(link, server, pair, port)
+        port = made.bind("127.0.0.1", 0)
+        made.announce(keys.Rendezvous("tcp://127.0.0.1:1", server.public, 3, 1, "here"))
+        yield Ends(made, server, pair, port)
     finally:
-        link.close()
+        made.close()
 
 
 class Scripted:
@@ -239,6 +239,67 @@ def test_an_answer_that_is_malformed_is_no_answer(pool: ThreadPoolExecutor) -> N
             view.result(20)
 
 
+SIZES = {"cpus": 1, "cpus_allocated": 0, "memory_mb": 1, "memory_allocated_mb": 0}
+DEEP = b"\x91" * 100_000 + b"\x90"
+
+
+def test_bytes_that_no_decoder_takes_end_neither_the_link_nor_the_daemon(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Text that is not UTF-8, and nesting without end, are no `DecodeError` to msgspec."""
+    head = {"type": "Answered", "session": "a" * 16, "number": 1}
+    fields = b"".join(msgspec.msgpack.encode(part) for item in head.items() for part in item)
+    with linked() as ends, Scripted(ends) as there:
+        there.socket.send(b"\x84" + fields + msgspec.msgpack.encode("answer") + DEEP)
+        named = msgspec.msgpack.encode(wire.Ready("a" * 16, 1, 0, "b", "uu", b"{}"))
+        there.socket.send(named.replace(b"uu", b"\xff\xff"))
+        there.ready(7)
+        there.hears(wire.Noted)
+        view = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
+        asked = there.hears(wire.Ask)
+        failed = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("refused", "uu")))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(failed.replace(b"uu", b"\xff\xff"))))
+        with pytest.raises(ClusterUnavailable, match="malformed"):
+            view.result(20)
+    limits_of_it = '{"cluster": {"x": ' + "[" * 100_000 + "]" * 100_000 + '}, "harvest": {}}'
+    with pytest.raises(ConfigError, match="limits of cluster b cannot be read"):
+        clusters.config_of(site_of(tmp_path), "b", clusters.Remembered("u", limits_of_it))
+
+
+@pytest.mark.parametrize(
+    ("node", "job"),
+    [
+        ({"gpus": 2**32 - 1}, {}),  # decisions go over them one by one, on the daemon's event loop
+        ({"memory_mb": 2**64 - 1}, {}),
+        ({}, {"submit_time": float("nan")}),  # the ledger refuses it, and with it all
+        ({}, {"eligible_time": float("inf")}),
+        ({}, {"gpus_by_node": (("n", 2**32 - 1), ("n", 2**32 - 1)), "gpus": 2**32 - 1}),
+        ({}, {"priority": 2**64 - 1}),
+        ({}, {"time_limit_s": float("nan")}),
+    ],
+)
+def test_a_view_that_no_cluster_has_is_no_view(
+    pool: ThreadPoolExecutor, node: dict[str, Any], job: dict[str, Any]
+) -> None:
+    nodes = Node(
+        "n", frozenset({"idle"}), frozenset({"p"}), "", **{"gpus": 8, "gpus_allocated": 0, **SIZES, **node}
+    )
+    jobs = Job(1, "ada", "p", JobState.PENDING, **{"time_limit_s": float("inf"), **job})
+    partition = Partition("p", frozenset({"n"}), 1, PreemptMode.REQUEUE, 0.0, float("inf"))
+    view = ClusterView(1.0, (nodes,), (jobs,), (partition,))
+    honest = replace(view, nodes=(replace(nodes, gpus=8, memory_mb=1),), jobs=())
+    assert plausible.fault(honest) == ""
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        asking = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
+        asked = there.hears(wire.Ask)
+        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.ViewReply(view)))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        with pytest.raises(ClusterUnavailable, match="of no cluster"):
+            asking.result(20)
+
+
 def test_a_script_does_not_cross_it() -> None:
     with linked() as ends:
         cluster = LinkedCluster(LinkLine(ends.link, "b", 20.0))
@@ -274,6 +335,31 @@ def test_one_that_was_not_carried_out_is_asked_again_and_one_whose_answer_is_los
             )
         )
         assert again.result(20) == 12
+
+
+class Late(Future[Any]):
+    """Its answer comes at the very moment at which the wait for it ends."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        found = super().result(20.0)
+        if timeout is not None:
+            raise TimeoutError
+        return found
+
+
+def test_an_answer_that_comes_as_the_wait_for_it_ends_is_taken(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job that was submitted counts as refused, and nobody looks for it."""
+    monkeypatch.setattr(link, "_Pending", lambda request: SimpleNamespace(request=request, answer=Late()))
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        submission = asks(pool, ends)
+        asked = there.hears(wire.Ask)
+        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.SubmitReply(12)))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        assert submission.result(20) == 12
 
 
 def test_a_process_that_was_started_anew_leaves_its_submission_unknown(pool: ThreadPoolExecutor) -> None:

@@ -119,6 +119,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+#: What decoders raise for bytes that are no message. `ValidationError` is a `DecodeError`; text need not be UTF-8, nor nesting bounded.
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 from_harvester: msgspec.msgpack.Decoder[Ready | Busy | Answered] = msgspec.msgpack.Decoder(
     Ready | Busy | Answered
 )
