@@ -150,6 +150,24 @@ def test_a_revoked_key_says_nothing_any_more_over_a_link_that_is_up() -> None:
         assert ready.number == 1
 
 
+def test_a_revoked_key_is_asked_nothing_any_more(pool: ThreadPoolExecutor) -> None:
+    """What is asked of it next may be to take an engine's key."""
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        sent = asks(pool, ends)
+        there.hears(wire.Ask)
+        waits = asks(pool, ends)
+        wait_for("the other one waits", lambda: len(ends.link._peers["b"].waiting) == 1)
+        ends.link.admit({})
+        with pytest.raises(SubmitUnknown, match="key of its harvester was removed"):
+            sent.result(20)
+        for one in (waits, asks(pool, ends)):
+            with pytest.raises(ClusterError, match="was removed") as never:
+                one.result(20)
+            assert not isinstance(never.value, SubmitUnknown)
+
+
 def test_a_key_of_one_cluster_is_not_taken_for_another_s() -> None:
     with linked() as ends, Scripted(ends) as there:
         there.ready(1, cluster="c")

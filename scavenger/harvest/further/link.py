@@ -44,6 +44,8 @@ R = TypeVar("R")
 P = TypeVar("P", ClusterInfo, ClusterView, tuple[Job, ...], tuple[JobLife, ...])
 #: Links are few.
 MOST_UNPROVEN, MOST_PER_ADDRESS, MOST_PER_KEY = 64, 16, 64
+#: Messages of one harvester that wait to be read; it has one answer to give at a time.
+MOST_UNREAD = 2
 #: The thread looks for silence so often, seconds.
 TICK_S = 0.5
 #: How often a fault of one harvester is logged, seconds.
@@ -107,7 +109,10 @@ class ClusterLink:
 
     def admit(self, names: Mapping[str, str]) -> None:
         """Who may link, from now on: public key -> cluster. It acts on live links."""
-        self._names = dict(names)
+        with self._lock:
+            self._names = dict(names)
+            for name in self._peers.keys() - self._names.values():
+                self._fail(self._peers[name], "the key of its harvester was removed")
 
     def announce(self, rendezvous: Rendezvous) -> None:
         """Where engines find the daemon."""
@@ -131,6 +136,7 @@ class ClusterLink:
             self._pair.secret.encode(),
         )
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -184,6 +190,8 @@ class ClusterLink:
         with self._lock:
             peer = self._peers.setdefault(name, _Peer())
             silent_s = self._clock() - peer.heard
+            if name not in self._names.values():
+                raise _not_done(request, f"the key of {who} was removed")
             if self._stop.is_set() or silent_s > self._silent_s:
                 since = f"has not been heard for {silent_s:.0f} s" if peer.ready else "has not dialled in"
                 raise _not_done(request, f"{who} {since}")
