@@ -318,7 +318,8 @@ class Harvester:
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
     def claimed(self) -> Counter[int]:
-        """Engines that it has, or decided to start, by run: other clusters start the rest. While its polls fail: those connected."""
+        """Engines that it has, or decided to start, by run: other clusters start the rest, and those that wait for long. While its polls
+        fail: those connected."""
         if self._pace.failures < CLAIM_POLLS:
             return self._claims
         here = {life.intent_id for life in self._router.lives() if life.here}
@@ -328,6 +329,7 @@ class Harvester:
 
     def _claim(self, actions: Sequence[Action]) -> None:
         """Nothing is awaited between the demand that was decided on and this: two clusters never start engines for one and the same."""
+        now, fresh_after_s = self._clock(), self.config.harvest.fresh_after_s
         leaving = {
             one.intent_id for one in actions if isinstance(one, CancelPending | Cancel | DrainAllocated)
         }
@@ -335,6 +337,7 @@ class Harvester:
             job.run_id
             for job in self.tracker.jobs({})
             if job.drain_kind is DrainKind.NO and not job.standby and job.intent_id not in leaving
+            if not job.waits or now - job.since < fresh_after_s  # one that waits for long starts elsewhere
         ]
         coming = [one.run_id for one in actions if isinstance(one, Submit) and not one.standby]
         self._claims = Counter(staying + coming)

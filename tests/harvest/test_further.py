@@ -39,7 +39,7 @@ from scavenger.protocol import keys
 from scavenger.router.core.events import IntentRevoked, WorkerLife
 from scavenger.router.edge.keyring import KeyRing
 from tests.clusters import wait_for
-from tests.harvest.world import FAST, SLEEPS, World, layout, spec, until
+from tests.harvest.world import FAST, SLEEPS, World, layout, running, spec, until
 
 UID = "feedbeef"
 ENGINE = Submit(1, "run", "scavenge", 1, "one is useful")
@@ -544,6 +544,28 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
     assert clusters.of_cluster(snapshot, "") == ((intents[0],), (waits[1],), ("n1",))
     assert clusters.of_cluster(snapshot, "b") == ((intents[1],), (waits[0],), ("n1",))
     assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
+
+
+def test_engines_that_wait_for_other_users_are_started_on_another_cluster_meanwhile(tmp_path: Path) -> None:
+    """A preempted job may wait for days for its GPUs, while another cluster's are idle."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    with LocalServer(tmp_path / "cluster", layout()) as slurm:
+        world = World(slurm.cluster(), slurm.dir, tmp_path / "own")
+        world.want(2)
+
+        async def play() -> None:
+            made = world.harvester(fresh_after_s=1.0)
+            async with running(made, cancel=True):
+                await until("they run", lambda: len(world.jobs(JobState.RUNNING)) == 2)
+                await until("they count", lambda: made.claimed() == {1: 2})
+                theirs = [world.site.submit(spec()) for _ in range(2)]
+                await until("they wait", lambda: len(world.of(rec.AllocationEnded)) == 2)
+                await until("others may start them", lambda: not made.claimed())
+                assert len(world.jobs(JobState.PENDING)) == 2
+                world.site.cancel(tuple(theirs))
+                await until("they run again", lambda: made.claimed() == {1: 2})
+
+        asyncio.run(play())
 
 
 # ---------------------------------------------------------------- all of it, on a local cluster
