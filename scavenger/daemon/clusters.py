@@ -17,7 +17,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from scavenger.cluster import job_logs
+from scavenger.cluster.port import OneThread
 from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.config import ClusterSection, DaemonConfig, HarvestSection
 from scavenger.errors import AuthError, ClusterError, ConfigError
@@ -71,6 +72,8 @@ class Further:
     fault: str = ""
     task: asyncio.Task[None] | None = None
     logs: asyncio.Task[None] | None = None
+    #: Of its own: a link that hangs must leave the threads that all of the daemon shares.
+    thread: OneThread = field(default_factory=lambda: OneThread("cluster-logs"))
     retry_at: float = 0.0
     up: bool = False  # its link, when it was looked at last
 
@@ -220,6 +223,8 @@ class FurtherClusters:
 
     def close(self) -> None:
         self.link.close()
+        for one in self.clusters.values():
+            one.thread.close()
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what may change live of the daemon's own file. Raises `ConfigError`."""
@@ -318,7 +323,7 @@ class FurtherClusters:
         if one.logs is None:
             tracked = one.harvester.tracker.intents
             one.logs = asyncio.create_task(
-                job_logs.watch(one.harvester.bound_logs, lambda: tracked.keys(), stop)
+                job_logs.watch(one.harvester.bound_logs, lambda: tracked.keys(), stop, call=one.thread.call)
             )
 
     async def _mirror(self, name: str, stop: str, drained: Mapping[str, str]) -> None:

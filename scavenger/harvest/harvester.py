@@ -507,7 +507,7 @@ class Harvester:
         for failed in failed_starts[-MOST_EXPLAINED:]:
             words = ""
             with contextlib.suppress(OSError, ClusterError):  # the exit code stands
-                words = await asyncio.to_thread(self._last_words, failed.intent_id)
+                words = await self._thread.call(self._last_words, failed.intent_id)
             if words:
                 self.tracker.health.explain(failed, words)
             why = f"{failed.words}: {words}" if words else failed.words

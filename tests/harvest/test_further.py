@@ -18,9 +18,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from scavenger.cluster import job_logs
 from scavenger.cluster.local.client import LocalServer
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.cluster.port import Cluster
+from scavenger.cluster.port import Cluster, OneThread
 from scavenger.cluster.proxy import messages as proxy
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.daemon import clusters
@@ -228,6 +229,12 @@ def test_what_is_malformed_is_dropped_and_the_link_goes_on() -> None:
         ready, _ = ends.link.ready("b")
         assert ready is not None
         assert ready.number == 7
+
+
+def test_drained_nodes_are_few_as_each_is_a_file_at_the_daemon() -> None:
+    many = wire.Ready("a" * 16, 1, 0, "b", "u", b"", drained={f"n{i}": "" for i in range(5000)})
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        wire.from_harvester.decode(msgspec.msgpack.encode(many))
 
 
 def test_a_message_over_the_bound_ends_its_connection_and_is_never_read(
@@ -544,6 +551,32 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
     assert clusters.of_cluster(snapshot, "") == ((intents[0],), (waits[1],), ("n1",))
     assert clusters.of_cluster(snapshot, "b") == ((intents[1],), (waits[0],), ("n1",))
     assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
+
+
+def test_clusters_that_hang_leave_the_threads_that_all_share() -> None:
+    """The daemon's own stop files are read in one of these."""
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        entered, go_on, stop = threading.Event(), threading.Event(), asyncio.Event()
+
+        def hangs(_live: Any) -> None:
+            entered.set()
+            go_on.wait(20)
+
+        thread = OneThread("logs")
+        watching = asyncio.create_task(job_logs.watch(hangs, tuple, stop, call=thread.call))
+        try:
+            await until("it hangs", entered.is_set)
+            assert await asyncio.wait_for(loop.run_in_executor(None, lambda: 1), 5) == 1
+        finally:
+            go_on.set()
+            stop.set()
+            await watching
+            thread.close()
+
+    asyncio.run(play())
 
 
 def test_engines_that_wait_for_other_users_are_started_on_another_cluster_meanwhile(tmp_path: Path) -> None:
