@@ -186,7 +186,7 @@ class FurtherClusters:
         for path in sorted(folder.glob(f"*/{LIMITS}")):
             name = path.parent.name
             try:
-                told = msgspec.json.decode(keys.read_private(path), type=Remembered)
+                told = msgspec.json.decode(path.read_bytes(), type=Remembered)
                 self._add(name, told, of_cluster(snapshot, name))
             except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))

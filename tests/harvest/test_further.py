@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -522,6 +522,41 @@ def test_what_a_harvester_says_names_no_file_of_the_daemon_s_host_and_cannot_hur
     honest["harvest"]["max_engines"] = "many"
     with pytest.raises(ConfigError, match="limits of cluster b cannot be read"):
         clusters.config_of(own, "b", remembered(honest))
+
+
+def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> None:
+    """A calendar of blackouts has more bytes than a key's file may."""
+    spans = [
+        {"start": f"2035-01-{day:02}T08:00:00", "end": f"2035-01-{day:02}T09:00:00", "reason": "cooling" * 90}
+        for day in range(1, 29)
+    ]
+    told = process.told(site_of(tmp_path / "b", blackout=spans))
+    assert len(told) > 16 * 1024
+
+    async def play() -> None:
+        own = site_of(tmp_path / "own")
+        pair, nothing = keys.generate(), RouterLink(*cast(Any, [lambda *_: []] * 6))
+
+        async def commit(_records: Any) -> None:
+            raise AssertionError
+
+        def made() -> clusters.FurtherClusters:
+            writes = LedgerWrites(commit, lambda _records: None)
+            return clusters.FurtherClusters(own, pair, UID, writes, lambda _: nothing, time.time, dict)
+
+        first, again = made(), made()
+        await first._obey("b", clusters.Remembered("u", told.decode()))
+        again.restore(cast(Any, SimpleNamespace(jobs=(), waits=(), quarantined=())))
+        assert again.clusters["b"].told == first.clusters["b"].told
+        first.close()
+        again.close()
+
+    asyncio.run(play())
+
+
+def test_the_link_has_a_port_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="port and clusters_port are both 7470"):
+        DaemonSection(state_dir=tmp_path, port=7470, clusters_port=7470)
 
 
 def remembered(sections: Any) -> clusters.Remembered:

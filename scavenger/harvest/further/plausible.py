@@ -2,6 +2,8 @@
 
 Types alone let a node have four thousand million GPUs, and a time be no number. Decisions go over GPUs one by one on the daemon's event
 loop, which serves every cluster and every engine, and the ledger refuses such times.
+
+Boundary: sizes and times that a cluster can have; pure.
 """
 
 from __future__ import annotations
