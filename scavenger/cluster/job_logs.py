@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -147,11 +147,13 @@ async def watch(
     live: Callable[[], Collection[str]],
     stop: asyncio.Event,
     check_interval_s: float = CHECK_INTERVAL_S,
+    call: Callable[..., Awaitable[object]] = asyncio.to_thread,
 ) -> None:
-    """Keep the bound until `stop`: `bound` is called with the names of jobs that may still write. A fault ends nothing."""
+    """Keep the bound until `stop`: `bound` is called with the names of jobs that may still write, in a thread by `call`. A fault ends
+    nothing."""
     while not stop.is_set():
         try:
-            await asyncio.to_thread(bound, frozenset(live()))
+            await call(bound, frozenset(live()))
         except FileNotFoundError as error:
             log.debug("no job has written a log yet", folder=error.filename)
         except (OSError, ClusterError) as error:

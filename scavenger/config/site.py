@@ -89,6 +89,8 @@ class DaemonSection(Section):
             raise ValueError("heartbeat_s < suspect_s < dead_s must hold")
         if self.trainer_silent_s > self.trainer_gone_s:
             raise ValueError("trainer_silent_s <= trainer_gone_s must hold")
+        if self.clusters_port and self.clusters_port == self.port:
+            raise ValueError(f"port and clusters_port are both {self.port}: each needs its own")
         return self
 
 

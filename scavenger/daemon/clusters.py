@@ -17,7 +17,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +27,14 @@ from blake3 import blake3
 from pydantic import ValidationError
 
 from scavenger.cluster import job_logs
+from scavenger.cluster.port import OneThread
 from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.config import ClusterSection, DaemonConfig, HarvestSection
 from scavenger.errors import AuthError, ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
-from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE
+from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE, MALFORMED
 from scavenger.harvest.harvester import STOP_S, Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import status
@@ -71,6 +72,8 @@ class Further:
     fault: str = ""
     task: asyncio.Task[None] | None = None
     logs: asyncio.Task[None] | None = None
+    #: Of its own: a link that hangs must leave the threads that all of the daemon shares.
+    thread: OneThread = field(default_factory=lambda: OneThread("cluster-logs"))
     retry_at: float = 0.0
     up: bool = False  # its link, when it was looked at last
 
@@ -117,7 +120,7 @@ def config_of(own: DaemonConfig, name: str, told: Remembered) -> DaemonConfig:
         asked = {key: value for key, value in sections["harvest"].items() if key not in HARVEST_KEYS_THERE}
         cluster = ClusterSection.model_validate(paced)
         harvest = HarvestSection.model_validate_json(msgspec.json.encode(asked))
-    except (msgspec.MsgspecError, ValidationError, KeyError) as error:
+    except (*MALFORMED, ValidationError, KeyError) as error:
         raise ConfigError(
             f"the limits of cluster {name} cannot be read: {error}",
             "run the same release of scavenger there and here",
@@ -183,7 +186,7 @@ class FurtherClusters:
         for path in sorted(folder.glob(f"*/{LIMITS}")):
             name = path.parent.name
             try:
-                told = msgspec.json.decode(keys.read_private(path), type=Remembered)
+                told = msgspec.json.decode(path.read_bytes(), type=Remembered)
                 self._add(name, told, of_cluster(snapshot, name))
             except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))
@@ -220,6 +223,8 @@ class FurtherClusters:
 
     def close(self) -> None:
         self.link.close()
+        for one in self.clusters.values():
+            one.thread.close()
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what may change live of the daemon's own file. Raises `ConfigError`."""
@@ -318,7 +323,7 @@ class FurtherClusters:
         if one.logs is None:
             tracked = one.harvester.tracker.intents
             one.logs = asyncio.create_task(
-                job_logs.watch(one.harvester.bound_logs, lambda: tracked.keys(), stop)
+                job_logs.watch(one.harvester.bound_logs, lambda: tracked.keys(), stop, call=one.thread.call)
             )
 
     async def _mirror(self, name: str, stop: str, drained: Mapping[str, str]) -> None:

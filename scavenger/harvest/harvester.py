@@ -330,7 +330,8 @@ class Harvester:
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
     def claimed(self) -> Counter[int]:
-        """Engines that it has, or decided to start, by run: other clusters start the rest. While its polls fail: those connected."""
+        """Engines that it has, or decided to start, by run: other clusters start the rest, and those that wait for long. While its polls
+        fail: those connected."""
         if self._pace.failures < CLAIM_POLLS:
             return self._claims
         here = {life.intent_id for life in self._router.lives() if life.here}
@@ -340,6 +341,7 @@ class Harvester:
 
     def _claim(self, actions: Sequence[Action]) -> None:
         """Nothing is awaited between the demand that was decided on and this: two clusters never start engines for one and the same."""
+        now, fresh_after_s = self._clock(), self.config.harvest.fresh_after_s
         leaving = {
             one.intent_id for one in actions if isinstance(one, CancelPending | Cancel | DrainAllocated)
         }
@@ -347,6 +349,7 @@ class Harvester:
             job.run_id
             for job in self.tracker.jobs({})
             if job.drain_kind is DrainKind.NO and not job.standby and job.intent_id not in leaving
+            if not job.waits or now - job.since < fresh_after_s  # one that waits for long starts elsewhere
         ]
         coming = [one.run_id for one in actions if isinstance(one, Submit) and not one.standby]
         self._claims = Counter(staying + coming)
@@ -540,7 +543,7 @@ class Harvester:
         for failed in failed_starts[-MOST_EXPLAINED:]:
             words = ""
             with contextlib.suppress(OSError, ClusterError):  # the exit code stands
-                words = await asyncio.to_thread(self._last_words, failed.intent_id)
+                words = await self._thread.call(self._last_words, failed.intent_id)
             if words:
                 self.tracker.health.explain(failed, words)
             why = f"{failed.words}: {words}" if words else failed.words

@@ -8,19 +8,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from scavenger.cluster import job_logs
 from scavenger.cluster.local.client import LocalServer
-from scavenger.cluster.model import Job, JobState
-from scavenger.cluster.port import Cluster
+from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
+from scavenger.cluster.port import Cluster, OneThread
 from scavenger.cluster.proxy import messages as proxy
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.daemon import clusters
@@ -29,8 +30,8 @@ from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, Config
 from scavenger.harvest import limits
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink
+from scavenger.harvest.further import link, plausible, process
 from scavenger.harvest.further import messages as wire
-from scavenger.harvest.further import process
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.ledger import records as rec
@@ -39,7 +40,7 @@ from scavenger.protocol import keys
 from scavenger.router.core.events import IntentRevoked, WorkerLife
 from scavenger.router.edge.keyring import KeyRing
 from tests.clusters import wait_for
-from tests.harvest.world import FAST, SLEEPS, World, layout, spec, until
+from tests.harvest.world import FAST, SLEEPS, World, layout, running, spec, until
 
 UID = "feedbeef"
 ENGINE = Submit(1, "run", "scavenge", 1, "one is useful")
@@ -62,14 +63,14 @@ class Ends:
 @contextmanager
 def linked(silent_s: float = 5.0) -> Iterator[Ends]:
     server, pair = keys.generate(), keys.generate()
-    link = ClusterLink(server, silent_s=silent_s)
-    link.admit({pair.public: "b"})
+    made = ClusterLink(server, silent_s=silent_s)
+    made.admit({pair.public: "b"})
     try:
-        port = link.bind("127.0.0.1", 0)
-        link.announce(keys.Rendezvous("tcp://127.0.0.1:1", server.public, 3, 1, "here"))
-        yield Ends(link, server, pair, port)
+        port = made.bind("127.0.0.1", 0)
+        made.announce(keys.Rendezvous("tcp://127.0.0.1:1", server.public, 3, 1, "here"))
+        yield Ends(made, server, pair, port)
     finally:
-        link.close()
+        made.close()
 
 
 class Scripted:
@@ -150,6 +151,24 @@ def test_a_revoked_key_says_nothing_any_more_over_a_link_that_is_up() -> None:
         assert ready.number == 1
 
 
+def test_a_revoked_key_is_asked_nothing_any_more(pool: ThreadPoolExecutor) -> None:
+    """What is asked of it next may be to take an engine's key."""
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        sent = asks(pool, ends)
+        there.hears(wire.Ask)
+        waits = asks(pool, ends)
+        wait_for("the other one waits", lambda: len(ends.link._peers["b"].waiting) == 1)
+        ends.link.admit({})
+        with pytest.raises(SubmitUnknown, match="key of its harvester was removed"):
+            sent.result(20)
+        for one in (waits, asks(pool, ends)):
+            with pytest.raises(ClusterError, match="was removed") as never:
+                one.result(20)
+            assert not isinstance(never.value, SubmitUnknown)
+
+
 def test_a_key_of_one_cluster_is_not_taken_for_another_s() -> None:
     with linked() as ends, Scripted(ends) as there:
         there.ready(1, cluster="c")
@@ -212,6 +231,12 @@ def test_what_is_malformed_is_dropped_and_the_link_goes_on() -> None:
         assert ready.number == 7
 
 
+def test_drained_nodes_are_few_as_each_is_a_file_at_the_daemon() -> None:
+    many = wire.Ready("a" * 16, 1, 0, "b", "u", b"", drained={f"n{i}": "" for i in range(5000)})
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        wire.from_harvester.decode(msgspec.msgpack.encode(many))
+
+
 def test_a_message_over_the_bound_ends_its_connection_and_is_never_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,6 +262,67 @@ def test_an_answer_that_is_malformed_is_no_answer(pool: ThreadPoolExecutor) -> N
         )
         with pytest.raises(ClusterUnavailable, match="malformed"):
             view.result(20)
+
+
+SIZES = {"cpus": 1, "cpus_allocated": 0, "memory_mb": 1, "memory_allocated_mb": 0}
+DEEP = b"\x91" * 100_000 + b"\x90"
+
+
+def test_bytes_that_no_decoder_takes_end_neither_the_link_nor_the_daemon(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Text that is not UTF-8, and nesting without end, are no `DecodeError` to msgspec."""
+    head = {"type": "Answered", "session": "a" * 16, "number": 1}
+    fields = b"".join(msgspec.msgpack.encode(part) for item in head.items() for part in item)
+    with linked() as ends, Scripted(ends) as there:
+        there.socket.send(b"\x84" + fields + msgspec.msgpack.encode("answer") + DEEP)
+        named = msgspec.msgpack.encode(wire.Ready("a" * 16, 1, 0, "b", "uu", b"{}"))
+        there.socket.send(named.replace(b"uu", b"\xff\xff"))
+        there.ready(7)
+        there.hears(wire.Noted)
+        view = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
+        asked = there.hears(wire.Ask)
+        failed = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("refused", "uu")))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(failed.replace(b"uu", b"\xff\xff"))))
+        with pytest.raises(ClusterUnavailable, match="malformed"):
+            view.result(20)
+    limits_of_it = '{"cluster": {"x": ' + "[" * 100_000 + "]" * 100_000 + '}, "harvest": {}}'
+    with pytest.raises(ConfigError, match="limits of cluster b cannot be read"):
+        clusters.config_of(site_of(tmp_path), "b", clusters.Remembered("u", limits_of_it))
+
+
+@pytest.mark.parametrize(
+    ("node", "job"),
+    [
+        ({"gpus": 2**32 - 1}, {}),  # decisions go over them one by one, on the daemon's event loop
+        ({"memory_mb": 2**64 - 1}, {}),
+        ({}, {"submit_time": float("nan")}),  # the ledger refuses it, and with it all
+        ({}, {"eligible_time": float("inf")}),
+        ({}, {"gpus_by_node": (("n", 2**32 - 1), ("n", 2**32 - 1)), "gpus": 2**32 - 1}),
+        ({}, {"priority": 2**64 - 1}),
+        ({}, {"time_limit_s": float("nan")}),
+    ],
+)
+def test_a_view_that_no_cluster_has_is_no_view(
+    pool: ThreadPoolExecutor, node: dict[str, Any], job: dict[str, Any]
+) -> None:
+    nodes = Node(
+        "n", frozenset({"idle"}), frozenset({"p"}), "", **{"gpus": 8, "gpus_allocated": 0, **SIZES, **node}
+    )
+    jobs = Job(1, "ada", "p", JobState.PENDING, **{"time_limit_s": float("inf"), **job})
+    partition = Partition("p", frozenset({"n"}), 1, PreemptMode.REQUEUE, 0.0, float("inf"))
+    view = ClusterView(1.0, (nodes,), (jobs,), (partition,))
+    honest = replace(view, nodes=(replace(nodes, gpus=8, memory_mb=1),), jobs=())
+    assert plausible.fault(honest) == ""
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        asking = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
+        asked = there.hears(wire.Ask)
+        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.ViewReply(view)))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        with pytest.raises(ClusterUnavailable, match="of no cluster"):
+            asking.result(20)
 
 
 def test_a_script_does_not_cross_it() -> None:
@@ -274,6 +360,31 @@ def test_one_that_was_not_carried_out_is_asked_again_and_one_whose_answer_is_los
             )
         )
         assert again.result(20) == 12
+
+
+class Late(Future[Any]):
+    """Its answer comes at the very moment at which the wait for it ends."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        found = super().result(20.0)
+        if timeout is not None:
+            raise TimeoutError
+        return found
+
+
+def test_an_answer_that_comes_as_the_wait_for_it_ends_is_taken(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job that was submitted counts as refused, and nobody looks for it."""
+    monkeypatch.setattr(link, "_Pending", lambda request: SimpleNamespace(request=request, answer=Late()))
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        submission = asks(pool, ends)
+        asked = there.hears(wire.Ask)
+        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.SubmitReply(12)))
+        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        assert submission.result(20) == 12
 
 
 def test_a_process_that_was_started_anew_leaves_its_submission_unknown(pool: ThreadPoolExecutor) -> None:
@@ -413,6 +524,41 @@ def test_what_a_harvester_says_names_no_file_of_the_daemon_s_host_and_cannot_hur
         clusters.config_of(own, "b", remembered(honest))
 
 
+def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> None:
+    """A calendar of blackouts has more bytes than a key's file may."""
+    spans = [
+        {"start": f"2035-01-{day:02}T08:00:00", "end": f"2035-01-{day:02}T09:00:00", "reason": "cooling" * 90}
+        for day in range(1, 29)
+    ]
+    told = process.told(site_of(tmp_path / "b", blackout=spans))
+    assert len(told) > 16 * 1024
+
+    async def play() -> None:
+        own = site_of(tmp_path / "own")
+        pair, nothing = keys.generate(), RouterLink(*cast(Any, [lambda *_: []] * 6))
+
+        async def commit(_records: Any) -> None:
+            raise AssertionError
+
+        def made() -> clusters.FurtherClusters:
+            writes = LedgerWrites(commit, lambda _records: None)
+            return clusters.FurtherClusters(own, pair, UID, writes, lambda _: nothing, time.time, dict)
+
+        first, again = made(), made()
+        await first._obey("b", clusters.Remembered("u", told.decode()))
+        again.restore(cast(Any, SimpleNamespace(jobs=(), waits=(), quarantined=())))
+        assert again.clusters["b"].told == first.clusters["b"].told
+        first.close()
+        again.close()
+
+    asyncio.run(play())
+
+
+def test_the_link_has_a_port_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="port and clusters_port are both 7470"):
+        DaemonSection(state_dir=tmp_path, port=7470, clusters_port=7470)
+
+
 def remembered(sections: Any) -> clusters.Remembered:
     return clusters.Remembered("u", msgspec.json.encode(sections).decode())
 
@@ -440,6 +586,54 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
     assert clusters.of_cluster(snapshot, "") == ((intents[0],), (waits[1],), ("n1",))
     assert clusters.of_cluster(snapshot, "b") == ((intents[1],), (waits[0],), ("n1",))
     assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
+
+
+def test_clusters_that_hang_leave_the_threads_that_all_share() -> None:
+    """The daemon's own stop files are read in one of these."""
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        entered, go_on, stop = threading.Event(), threading.Event(), asyncio.Event()
+
+        def hangs(_live: Any) -> None:
+            entered.set()
+            go_on.wait(20)
+
+        thread = OneThread("logs")
+        watching = asyncio.create_task(job_logs.watch(hangs, tuple, stop, call=thread.call))
+        try:
+            await until("it hangs", entered.is_set)
+            assert await asyncio.wait_for(loop.run_in_executor(None, lambda: 1), 5) == 1
+        finally:
+            go_on.set()
+            stop.set()
+            await watching
+            thread.close()
+
+    asyncio.run(play())
+
+
+def test_engines_that_wait_for_other_users_are_started_on_another_cluster_meanwhile(tmp_path: Path) -> None:
+    """A preempted job may wait for days for its GPUs, while another cluster's are idle."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    with LocalServer(tmp_path / "cluster", layout()) as slurm:
+        world = World(slurm.cluster(), slurm.dir, tmp_path / "own")
+        world.want(2)
+
+        async def play() -> None:
+            made = world.harvester(fresh_after_s=1.0)
+            async with running(made, cancel=True):
+                await until("they run", lambda: len(world.jobs(JobState.RUNNING)) == 2)
+                await until("they count", lambda: made.claimed() == {1: 2})
+                theirs = [world.site.submit(spec()) for _ in range(2)]
+                await until("they wait", lambda: len(world.of(rec.AllocationEnded)) == 2)
+                await until("others may start them", lambda: not made.claimed())
+                assert len(world.jobs(JobState.PENDING)) == 2
+                world.site.cancel(tuple(theirs))
+                await until("they run again", lambda: made.claimed() == {1: 2})
+
+        asyncio.run(play())
 
 
 # ---------------------------------------------------------------- all of it, on a local cluster

@@ -21,6 +21,7 @@ from scavenger.protocol.worker.events import Delta, GroupName, HearSiblings, Req
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
+from rollout.engines.speculation.automaton import ROOT  # noqa: E402
 from rollout.engines.vllm import setup  # noqa: E402  needs torch, as all that follows
 from rollout.engines.vllm.proposer import PATH, GroupProposer, expand, group_name, named, request_name  # noqa: E402
 from rollout.engines.vllm.worker import _with_raw_logprobs_of_drafts  # noqa: E402
@@ -75,6 +76,20 @@ class Runner:
         lengths = [len(self.rows[name]) for name in names]
         drafts = self.proposer.propose(sampled, lengths, table.numpy(), slot_mappings=None)
         return {name.partition(".")[0]: draft for name, draft in zip(names, drafts, strict=True)}
+
+
+def test_a_sample_that_comes_from_another_engine_is_counted_once() -> None:
+    """What it said there was heard as a sibling's; a draft's worth is guessed from how often a token followed."""
+    seen = []
+    for before in ((), (10, 11, 12)):
+        runner, name = Runner(), request_name(0, key(0), PROMPT)
+        if before:
+            runner.proposer.hear([(group_name(key(0), PROMPT), PROMPT, 0, 0, before)], ())
+        runner.rows[name] = [*PROMPT, 10, 11, 12]
+        runner.step(**{"0": [13]})
+        [group] = runner.proposer._speculator.groups._groups.values()
+        seen.append(group.automaton.continued(ROOT))
+    assert seen == [6, 6]
 
 
 def test_a_proposer_drafts_from_siblings_and_counts_what_was_accepted() -> None:

@@ -91,6 +91,15 @@ def test_an_engine_gets_what_its_samples_siblings_say_elsewhere_once() -> None:
     assert told(bench, W1) == told(bench, W2) == []
 
 
+def test_what_an_engine_had_of_a_group_is_not_remembered_for_longer_than_it_counts() -> None:
+    bench = begun(prompts=4, n=1)
+    for lease in bench.join(W1):
+        bench.chunk(W1, lease, 0, 3, finish="stop")
+        heard(bench, W1, seconds=KEEP_SIBLINGS_S)
+    [worker] = bench.router.core.workers.values()
+    assert len(worker.backlog.left) == 1
+
+
 @pytest.mark.parametrize("off", ["speculation", "rate"])
 def test_nothing_is_sent_where_it_is_off(off: str) -> None:
     bench = begun(0.0 if off == "rate" else 4000.0, speculation="none" if off == "speculation" else "group")

@@ -128,9 +128,10 @@ class GroupProposer:
             if name is None:
                 return False
             prompt = [int(token) for token in row[: name.prompt]]
-            self._speculator.enter(request, name.group, name.place, prompt, ())
-            known = name.prompt
-        self._speculator.extend(request, [int(token) for token in row[known:length]])
+            said = [int(token) for token in row[name.prompt : length]]  # what was heard of it is counted once
+            self._speculator.enter(request, name.group, name.place, prompt, said)
+        else:
+            self._speculator.extend(request, [int(token) for token in row[known:length]])
         self._lengths[request] = length
         return True
 

@@ -34,14 +34,18 @@ from scavenger.cluster.proxy import messages as proxy
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, SubmitUnknown
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.further import messages as wire
+from scavenger.harvest.further import plausible
 from scavenger.host import descriptors, listening
 from scavenger.protocol.keys import KeyPair, Rendezvous
 from scavenger.router.edge.handshakes import HandshakeGuard, HandshakeLimits, limits_for
 
 log = structlog.get_logger()
 R = TypeVar("R")
+P = TypeVar("P", ClusterInfo, ClusterView, tuple[Job, ...], tuple[JobLife, ...])
 #: Links are few.
 MOST_UNPROVEN, MOST_PER_ADDRESS, MOST_PER_KEY = 64, 16, 64
+#: Messages of one harvester that wait to be read; it has one answer to give at a time.
+MOST_UNREAD = 2
 #: The thread looks for silence so often, seconds.
 TICK_S = 0.5
 #: How often a fault of one harvester is logged, seconds.
@@ -105,7 +109,10 @@ class ClusterLink:
 
     def admit(self, names: Mapping[str, str]) -> None:
         """Who may link, from now on: public key -> cluster. It acts on live links."""
-        self._names = dict(names)
+        with self._lock:
+            self._names = dict(names)
+            for name in self._peers.keys() - self._names.values():
+                self._fail(self._peers[name], "the key of its harvester was removed")
 
     def announce(self, rendezvous: Rendezvous) -> None:
         """Where engines find the daemon."""
@@ -129,6 +136,7 @@ class ClusterLink:
             self._pair.secret.encode(),
         )
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -182,26 +190,37 @@ class ClusterLink:
         with self._lock:
             peer = self._peers.setdefault(name, _Peer())
             silent_s = self._clock() - peer.heard
+            if name not in self._names.values():
+                raise _not_done(request, f"the key of {who} was removed")
             if self._stop.is_set() or silent_s > self._silent_s:
                 since = f"has not been heard for {silent_s:.0f} s" if peer.ready else "has not dialled in"
                 raise _not_done(request, f"{who} {since}")
             peer.waiting.append(pending)
         self._wake()
         try:
-            return pending.answer.result(timeout_s)
-        except TimeoutError as error:
-            with self._lock:
-                sent = peer.asked is pending
-                if sent:
-                    peer.asked = None
-                elif pending in peer.waiting:
-                    peer.waiting.remove(pending)
+            with contextlib.suppress(TimeoutError):
+                return pending.answer.result(timeout_s)
+            sent = self._withdraw(peer, pending)
+            if sent is None:
+                return pending.answer.result()
             why = f"{who} did not answer within {timeout_s:g} s"
-            raise (_unanswered(request, why) if sent else _not_done(request, why)) from error
+            raise _unanswered(request, why) if sent else _not_done(request, why)
         except _Unanswered as error:
             raise _unanswered(request, f"{who}: {error}") from error
         except _NotCarriedOut as error:
             raise _not_done(request, f"{who}: {error}") from error
+
+    def _withdraw(self, peer: _Peer, pending: _Pending) -> bool | None:
+        """Nobody waits for it any more. Whether it was sent; None: what became of it is known since this moment."""
+        with self._lock:
+            if pending.answer.done():
+                return None
+            sent = peer.asked is pending
+            if sent:
+                peer.asked = None
+            else:
+                peer.waiting.remove(pending)
+            return sent
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will look
@@ -257,7 +276,7 @@ class ClusterLink:
                 message = wire.from_harvester.decode(body)
                 if isinstance(message, wire.Ready) and len(body) > wire.MAX_READY_BYTES:
                     raise msgspec.ValidationError(f"Ready has {len(body)} bytes")
-            except msgspec.DecodeError as error:  # ValidationError is one too
+            except wire.MALFORMED as error:
                 if self._clock() - peer.logged >= LOG_S:
                     peer.logged = self._clock()
                     log.warning("garbage from a cluster's harvester", cluster=name, reason=str(error))
@@ -362,9 +381,17 @@ class LinkLine:
         raw = self._link.ask(self._name, request, self._timeout_s)
         try:
             answer = proxy.answers.decode(raw)
-        except msgspec.DecodeError as error:
+        except wire.MALFORMED as error:
             raise _unanswered(request, f"what {who} answers is malformed: {error}") from error
         return client.reply_in(answer, request, kind, who, self.rpc)
+
+    def plausible(self, replied: P) -> P:
+        """What was replied. Raises `ClusterUnavailable` for what no cluster has."""
+        if what := plausible.fault(replied):
+            raise ClusterUnavailable(
+                f"what the harvester of cluster {self._name} replies is of no cluster: {what}"
+            )
+        return replied
 
 
 class LinkedCluster:
@@ -378,13 +405,13 @@ class LinkedCluster:
         return self._line.rpc
 
     def info(self) -> ClusterInfo:
-        return self._line.ask(proxy.GetInfo(), proxy.InfoReply).info
+        return self._line.plausible(self._line.ask(proxy.GetInfo(), proxy.InfoReply).info)
 
     def view(self) -> ClusterView:
-        return self._line.ask(proxy.GetView(), proxy.ViewReply).view
+        return self._line.plausible(self._line.ask(proxy.GetView(), proxy.ViewReply).view)
 
     def jobs(self) -> tuple[Job, ...]:
-        return self._line.ask(proxy.GetJobs(), proxy.JobsReply).jobs
+        return self._line.plausible(self._line.ask(proxy.GetJobs(), proxy.JobsReply).jobs)
 
     def submit(self, spec: JobSpec) -> int:
         return self._line.ask(proxy.SubmitJob(spec), proxy.SubmitReply).job_id
@@ -402,7 +429,9 @@ class LinkedCluster:
         self._line.ask(proxy.ReleaseJob(job_id, node), proxy.DoneReply)
 
     def accounting(self, job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
-        return self._line.ask(proxy.GetAccounting(job_ids), proxy.AccountingReply).lives if job_ids else ()
+        if not job_ids:
+            return ()
+        return self._line.plausible(self._line.ask(proxy.GetAccounting(job_ids), proxy.AccountingReply).lives)
 
     def close(self) -> None:
         """The link is the daemon's to close."""

@@ -31,6 +31,9 @@ MAX_ANSWER_BYTES = 128 << 20
 #: Of a `Ready`: limits, and drained nodes.
 MAX_READY_BYTES = 1 << 20
 
+#: Each is a file at the daemon.
+MOST_DRAINED = 4096
+
 #: What of [cluster] the daemon is told, and takes: how often it may ask. Of [harvest] all but what is a path, or is needed there alone.
 CLUSTER_KEYS = frozenset(
     {
@@ -87,7 +90,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     user: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     limits: bytes
     stop: Text = ""
-    drained: dict[NodeName, Text] = {}
+    drained: Annotated[dict[NodeName, Text], msgspec.Meta(max_length=MOST_DRAINED)] = {}
 
 
 class Busy(msgspec.Struct, frozen=True, tag=True):
@@ -118,6 +121,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
+
+#: What decoders raise for bytes that are no message. `ValidationError` is a `DecodeError`; text need not be UTF-8, nor nesting bounded.
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 from_harvester: msgspec.msgpack.Decoder[Ready | Busy | Answered] = msgspec.msgpack.Decoder(
     Ready | Busy | Answered

@@ -318,7 +318,7 @@ class HarvesterLoop:
     def _hear(self, body: bytes) -> None:
         try:
             message = wire.from_daemon.decode(body)
-        except msgspec.DecodeError as error:
+        except wire.MALFORMED as error:
             log.warning("what the daemon says is malformed", reason=str(error))
             return
         match message:

@@ -96,7 +96,7 @@ def lease_began(core: Core, sample: Sample, worker: Worker) -> None:
     worker.backlog.forget(sample.id)
     if not live:
         left_at, lengths = worker.backlog.left.pop(group.id, (0.0, {}))
-        known = lengths if core.now - left_at < KEEP_SIBLINGS_S / 2 else {}
+        known = lengths if _counts(core, left_at) else {}
         for other in group.samples:
             if other.accepted > (start := known.get(other.id, 0)) and other.worker_id != worker.id:
                 _note(core, worker, other, start)
@@ -120,9 +120,10 @@ def lease_ended(core: Core, sample: Sample, worker_id: int) -> None:
     if worker is not None and _sends(core, group):
         waiting = worker.backlog.ranges
         has = {s.id: waiting[s.id][0] if s.id in waiting else s.accepted for s in group.samples}
-        worker.backlog.left[group.id] = core.now, has
-        if len(worker.backlog.left) > MAX_LEFT:
-            worker.backlog.left.popitem(last=False)
+        left_before = worker.backlog.left
+        left_before[group.id] = core.now, has
+        while len(left_before) > MAX_LEFT or not _counts(core, next(iter(left_before.values()))[0]):
+            left_before.popitem(last=False)
 
 
 def grew(core: Core, sample: Sample, start: int) -> None:
@@ -153,6 +154,11 @@ def send_due(core: Core, workers: Iterable[Worker]) -> None:
             backlog.credit -= TOKEN_NBYTES * count
             worker.run.siblings_sent += count
             core.send_siblings(worker.conn, SiblingTokens(pieces))
+
+
+def _counts(core: Core, left_at: float) -> bool:
+    """Whether an engine that left a group then still has what it was sent of it."""
+    return core.now - left_at < KEEP_SIBLINGS_S / 2
 
 
 def _sends(core: Core, group: Group) -> bool:
