@@ -171,7 +171,10 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         play.wait_for("the link is back", lambda: (seen := told(site)) and seen.heard_at and seen.harvest)
         done = play.steps_done(site)
         play.wait_for("the run goes on", lambda: play.steps_done(site) >= done + 2)
-        assert {number for _, number in engines(site, "b")} == there_now
+        # An engine finds the daemon's new port by the harvester's file, which may be after two steps of others.
+        play.wait_for(
+            "its engines are back", lambda: {number for _, number in engines(site, "b")} == there_now
+        )
         done = play.cut_short(site, job)
         found = play.result(site)
         assert done >= 4
