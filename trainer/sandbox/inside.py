@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 
 #: Between two looks at the processes, and at how many were started since.
 LOOK_S, COUNT_S = 0.25, 0.05
+#: Between two looks.
+MOST_REAPED = 256
 MOST_PACKET = 1 << 16
 #: A file of the box takes memory beside what is in it.
 BYTES_OF_A_FILE = 4096
@@ -47,9 +49,9 @@ class Over(Exception):
         self.limit = limit
 
 
-def used(pids: list[str]) -> tuple[int, int, float]:
-    """(processes, bytes of memory, CPU seconds) of all processes but this one. A process may end while it is looked at."""
-    count, memory, ticks = 0, 0, 0
+def used(pids: list[str]) -> tuple[int, float]:
+    """(bytes of memory of all processes but this one, CPU seconds of all). A process may end while it is looked at."""
+    memory, ticks = 0, 0
     page, hertz = resource.getpagesize(), os.sysconf("SC_CLK_TCK")
     for pid in pids:
         try:
@@ -58,7 +60,6 @@ def used(pids: list[str]) -> tuple[int, int, float]:
             ticks += sum(int(fields[place]) for place in (11, 12, 13, 14))
             if pid == "1":
                 continue
-            count += 1
             memory += int(fields[21]) * page
             with open(f"/proc/{pid}/statm", "rb") as file:
                 memory -= int(file.read().split()[2]) * page  # of files, and of shared memory: counted below
@@ -67,7 +68,7 @@ def used(pids: list[str]) -> tuple[int, int, float]:
             memory += sum(int(line.split()[1]) << 10 for line in shared)
         except (OSError, IndexError, ValueError):
             continue
-    return count, max(0, memory), ticks / hertz
+    return max(0, memory), ticks / hertz
 
 
 def sockets() -> int:
@@ -94,9 +95,11 @@ class Watch:
         if not many and (alone or now - self._looked_at < LOOK_S):
             return
         self._last_pid, self._looked_at = last, now
-        count, memory, cpu = used([name for name in os.listdir("/proc") if name.isdigit()])
-        if count > limits["processes"]:
-            raise Over("processes", f"{count} processes, over the limit of {limits['processes']:g}")
+        pids = [name for name in os.listdir("/proc") if name.isdigit()]
+        # Before any of them is read: a fork bomb of root, whom RLIMIT_NPROC does not bind, doubles while a thousand are.
+        if len(pids) - 1 > limits["processes"]:
+            raise Over("processes", f"{len(pids) - 1} processes, over the limit of {limits['processes']:g}")
+        memory, cpu = used(pids)
         if memory > limits["memory_mb"] * (1 << 20):
             raise Over(
                 "memory", f"{memory >> 20:,} MiB of memory, over the limit of {limits['memory_mb']:,g}"
@@ -250,7 +253,9 @@ class Inside:
             os._exit(126 if isinstance(error, PermissionError) else 127)
 
     def _reap(self) -> None:
-        while True:
+        for _ in range(
+            MOST_REAPED
+        ):  # a fork bomb leaves orphans faster than they are reaped, and the limits come first
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -271,8 +276,11 @@ def main() -> int:
     try:
         inside.serve()
     except Over as over:
+        # At once: while Python words the reason and ends, a fork bomb would go on to double.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
         inside._say(over=over.limit, why=str(over))
-        return 1
+        os._exit(1)
     return 0
 
 
