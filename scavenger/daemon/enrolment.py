@@ -10,6 +10,7 @@ public keys are reported. Knows no socket and no database: the ledger's past is 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ class Enrolment:
         self._guests: set[str] = set()  # public keys
         self.clusters: dict[str, str] = {}  # public key of each further cluster's harvester -> the cluster
         self._local = ""  # the key that runs of the state directory's own owner are recorded under
+        self._own = set[str]()  # such keys of all owners who are this process's own Unix user
         self._warned: set[str] = set()
 
     def read(self) -> None:
@@ -73,6 +75,8 @@ class Enrolment:
         self._local = next(
             (its[-1].public for its in enrolled.values() if own in [key.public for key in its]), ""
         )
+        self._own = {its[-1].public for name, its in enrolled.items() if self._joined_as(name) == os.getuid()}
+        self._own |= {self._local} - {""}
         now = self._clock()
         fresh = {key: name for key, name in names.items() if self._names.get(key) != name}
         events: list[Record] = [
@@ -113,6 +117,13 @@ class Enrolment:
         except (AuthError, OSError):
             return ""
 
+    def _joined_as(self, name: str) -> int | None:
+        """The uid with which this owner joined; None where that is not known."""
+        try:
+            return keys.joined_uid(self._state_dir, name)
+        except (AuthError, OSError):
+            return None
+
     def unix_user(self, owner_key: str, daemon_user: str) -> str:
         """As whom this owner's training jobs run: the owner is called so, or is the daemon's own user. "" for an unknown owner."""
         return daemon_user if owner_key and owner_key == self._local else self._names.get(owner_key, "")
@@ -130,8 +141,9 @@ class Enrolment:
         ]
 
     def environments_of_owners(self, demand: Iterable[EnvironmentDemand]) -> list[EnvironmentDemand]:
-        """The same of environment workers."""
-        accepted = set(self._owners.values())
+        """The same of environment workers, of the runs of the daemon's own Unix user alone: their jobs run what those runs bring, as the
+        user who submits them."""
+        accepted = set(self._owners.values()) & self._own
         return [
             replace(want, owner=self._names.get(want.owner, "")) for want in demand if want.owner in accepted
         ]

@@ -640,7 +640,7 @@ class Daemon:
             unregister=self.keyring.revoke,
             lives=lambda: workers.lives(router.core),
             condemned=lambda: tuple(router.core.condemned),
-            environments=lambda: self._enrolment.environments_of_owners(router.environments()),
+            environments=lambda: self._enrolment.environments_of_owners(router.environments(self.clock())),
         )
 
     def _further(self, server: RouterServer, pair: keys.KeyPair, uid: str) -> FurtherClusters | None:

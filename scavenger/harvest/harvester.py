@@ -253,10 +253,10 @@ class Durable:
 
 
 def _is_own(file: str) -> bool:
-    """Whether it is there, and this process's own user's."""
+    """Whether it is there, and this process's own user's. A path that no job script can name is none."""
     try:
-        return os.lstat(file).st_uid == os.getuid()
-    except OSError:
+        return file.isprintable() and os.lstat(file).st_uid == os.getuid()
+    except (OSError, ValueError):
         return False
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from scavenger.errors import ConfigError, LedgerError
+from scavenger.errors import ConfigError, LedgerError, LedgerUnavailable
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import kept
 from scavenger.protocol import keys
@@ -74,8 +74,17 @@ class _Room:
         self._ask_for, self._shown, self.left = ask_for, shown, most
 
     def take(self, path: str, build: Callable[[sa.Connection], Page]) -> bool:
-        """Whether it is in the file; from the first one that has no room on none is taken."""
-        return path in self._shown or self.take_all({path: self._ask_for(build)})
+        """Whether there was room; from the first one that has none on none is taken. What the ledger does not have, such as an episode
+        without a turn yet, or a sample that was purged meanwhile, takes none."""
+        if path in self._shown:
+            return True
+        try:
+            made = self._ask_for(build)
+        except LedgerError as error:
+            if isinstance(error, LedgerUnavailable) or "has no" not in error.cause:
+                raise
+            return True
+        return self.take_all({path: made})
 
     def take_all(self, made: dict[str, Page]) -> bool:
         """All of them or none."""

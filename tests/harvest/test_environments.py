@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from scavenger.config import DaemonConfig, DaemonSection, HarvestSection
 from scavenger.harvest.decide.actions import Cancel, CancelPending, HarvestCode, OurJob, Submit
 from scavenger.harvest.decide.environments import EnvironmentDecision, EnvironmentLimits, decide_environments
 from scavenger.harvest.execute import job_script
+from scavenger.harvest.harvester import _is_own
 from scavenger.harvest.session import CancelJobs, Commit, HarvestSession, Outcome, SubmitJob, resume
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import EnvironmentDemand
@@ -104,9 +106,32 @@ def test_one_that_waits_for_more_than_we_have_or_has_room_takes_nothing_from_us(
     assert held.actions == ()
 
 
+def test_one_that_lacks_what_we_cannot_see_gets_the_place_where_only_our_workers_are_in_its_way() -> None:
+    """CPUs and GPUs are there, and Slurm says that something lacks: memory, of which a worker holds some."""
+    nodes = {name: node(name, 4, cpus_allocated=40) for name in SHARED}
+    mine = tuple(of_ours(f"scv-{i:016x}", i, at=name) for i, name in enumerate(SHARED, 1))
+    found = decided(nodes, (job(9, gpus=0, cpus=8),), mine, demand=[replace(WANT, workers=9)])
+    assert {type(one) for one in found.actions} == {Cancel}
+    assert len(found.actions) == len(mine)
+    priority = decided(
+        nodes, (job(9, gpus=0, cpus=8, reason="Priority"),), mine, demand=[replace(WANT, workers=9)]
+    )
+    assert priority.actions == (), "it waits for its turn"
+
+
 def test_none_is_submitted_for_a_node_that_a_waiting_job_could_use() -> None:
     found = decided({}, (job(9, gpus=0, cpus=8, reason="Priority"),))
     assert (found.actions, found.code) == ((), HarvestCode.OTHER_USERS_PENDING)
+
+
+def test_a_file_that_is_another_user_s_or_that_no_script_can_name_is_not_our_own(tmp_path: Path) -> None:
+    """Its path is what a run's owner says."""
+    mine = tmp_path / "environment-workers.json"
+    mine.touch()
+    two_lines = tmp_path / "a\nb"
+    two_lines.touch()
+    others = ["/", "", str(tmp_path / "none"), "/a\0b", str(two_lines), "/" + "a" * 5000]
+    assert [_is_own(str(file)) for file in (mine, *others)] == [True, os.getuid() == 0, *[False] * 5]
 
 
 def test_what_no_run_wants_leaves_waiting_ones_first() -> None:

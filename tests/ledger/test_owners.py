@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from scavenger.daemon.takeover import Manner
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
-from scavenger.policy.fleet_size import Demand
+from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.protocol import keys
 from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
@@ -151,6 +152,29 @@ def test_training_jobs_run_as_the_user_whom_the_owner_is_called_after_or_as_the_
     assert users() == ["scavenger", "bob", "", ""], "runs are recorded under the owner's first key"
     keys.owner_key_path(state).unlink()
     assert users() == ["us", "bob", "", ""]
+
+
+def test_only_runs_of_the_daemon_s_own_user_have_environment_workers_in_jobs(tmp_path: Path) -> None:
+    """Whoever else names a file of that user's is enrolled, but another user: the job would not be theirs."""
+    state = tmp_path / "state"
+    keys.init_state(state, "us")
+    ours = keys.read_keypair(keys.owner_key_path(state)).public
+    bob, joined = keys.generate().public, keys.generate().public
+    keys.enroll(state, "bob", bob)
+    keys.enroll(state, "joined", joined)
+    enrolment = Enrolment(state, "server", KeyRing(), lambda _: None, lambda: T0, {})
+    asked = [EnvironmentDemand(i, "run", 1, "/file", one) for i, one in enumerate((ours, bob, joined, ""))]
+
+    def wanted() -> list[str]:
+        enrolment.read()
+        return [one.owner for one in enrolment.environments_of_owners(asked)]
+
+    assert wanted() == ["us"]
+    keys.note_joined(state, "joined", os.getuid())
+    keys.note_joined(state, "bob", os.getuid() + 1)
+    assert wanted() == ["us", "joined"]
+    keys.suspend_owner(state, "joined")
+    assert wanted() == ["us"]
 
 
 def test_a_daemon_that_does_not_harvest_ends_what_it_cannot_follow(tmp_path: Path, url: str) -> None:

@@ -102,6 +102,7 @@ def open_body(
     ahead: int = 0,
     on_new_version: str = "switch",
     kv: str = "recompute",
+    environment_jobs: int = 0,
 ) -> OpenRun:
     run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
     algorithm = {"max_off_policy_steps": ahead, "on_new_version": on_new_version, "kv": kv}
@@ -125,6 +126,8 @@ def open_body(
         max_off_policy_steps=ahead,
         on_new_version=on_new_version,  # type: ignore[arg-type]
         keeps_cache=kv == "keep",
+        environment_jobs=environment_jobs,
+        environment_file="/out/environment-workers.json" if environment_jobs else "",
     )
 
 

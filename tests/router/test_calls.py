@@ -240,6 +240,20 @@ def test_demand_says_how_many_engines_are_of_use_and_why() -> None:
     assert demand() == (0, "the run is over")
 
 
+def test_environment_workers_are_wanted_while_the_trainer_lives() -> None:
+    bench = Bench()
+
+    def wanted(later: float = 0.0) -> list[int]:
+        return [one.workers for one in bench.router.environments(bench.now + later)]
+
+    bench.open(environment_jobs=3)
+    assert wanted() == [3]
+    gone_s = bench.router.core.limits.trainer_gone_s
+    assert (wanted(gone_s), wanted(gone_s + 1)) == ([3], [])
+    bench.call(CloseRun("finished"))
+    assert wanted() == []
+
+
 def test_a_trainer_whose_opening_is_overtaken_is_told_and_does_not_ask_again() -> None:
     """Unanswered it would repeat its OpenRun and fence the newer one; two that wait for a slow ledger would fence each other for ever."""
     bench = Bench(auto=False)

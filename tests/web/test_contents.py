@@ -200,6 +200,21 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
     assert not (tmp_path / "b.html").exists()
 
 
+def test_an_episode_without_a_turn_keeps_no_file_from_being_written(tmp_path: Path) -> None:
+    """An agent that has asked nothing yet: each run that trains has some."""
+    shown = export.write(
+        ledger(tmp_path, more=[[r.EpisodeBegun(2, 1, "fresh", T0 + 50)]]), "sorting", tmp_path / "run.html"
+    )
+    assert "/episodes/1" in shown
+    assert "/episodes/2" not in shown
+    assert [
+        cell.text
+        for panel in shown["/runs/1"].panels
+        if panel.title == "Episodes"
+        for cell in panel.body[0][:2]
+    ] == ["2", "fresh"]
+
+
 def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's file has thousands of pages with texts; a Python that starts takes half a second."""
     url, started = ledger(tmp_path), list[object]()

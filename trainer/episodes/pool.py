@@ -246,6 +246,8 @@ class EnvironmentPool:
             del self._workers[worker.number]
             self._port.refuse(worker.number, wire.Refused(why, remedy))
             self._say(f"an environment worker on {worker.name} was refused: {why}")
+            if worker.ready:  # it has said so once, and otherwise
+                self._lose(worker, suspect=True)
         elif not worker.ready:
             worker.ready = True
             self._say(f"an environment worker joined: {worker.name}")

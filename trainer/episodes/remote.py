@@ -132,7 +132,10 @@ class Sessions:
             return [Tell(route, wire.Refused(why, "start both from one installation"))]
         if len(self._by_route) >= self._most:
             why = f"{self._most} environment workers in jobs have joined (data.environment_jobs)"
-            return [Tell(route, wire.Refused(why, "end this job, or raise data.environment_jobs"))]
+            # One of them may be this very worker, whose connection broke, or one whose job ended: that is known `lease_s` later.
+            return [
+                Tell(route, wire.Refused(why, "end this job, or raise data.environment_jobs", again=True))
+            ]
         number = self._number()
         self._by_route[route] = Session(number, now)
         return [Happened(number, Joined(f"{hello.host} job {hello.job}" if hello.job else hello.host))]
@@ -277,7 +280,11 @@ class WorkerPort:
             target=self._serve, args=(router, woken), name="environment workers", daemon=True
         )
         self._thread.start()
-        keys.write_private(settings.file, self._announced)
+        try:
+            keys.write_private(settings.file, self._announced)
+        except BaseException:
+            self.close()
+            raise
 
     def tell(self, number: int, message: wire.Setup | wire.Play) -> None:
         """To that worker; nothing where it is gone, which is told otherwise."""

@@ -153,13 +153,15 @@ class RemoteWorker:
             await asyncio.to_thread(context.term)  # for as long as its last words need, `LINGER_MS` at most
 
     async def _answer(self, link: zmq.asyncio.Socket) -> wire.ToRemote | None:
-        """None: rank 0 says nothing, or this worker is to leave."""
+        """None: rank 0 says nothing, or this worker is to leave. One that is busy, and says that it is there, has as long as it needs."""
         until = time.monotonic() + ANSWER_S
         while not self.stop.is_set() and (left := until - time.monotonic()) > 0:
-            if await link.poll(min(left, LOOK_S) * 1000):
+            if await link.poll(min(left, self._beat_s) * 1000):
                 found = wire.to_remote(await link.recv())
                 if not isinstance(found, wire.Alive):
                     return found
+                until = time.monotonic() + ANSWER_S
+                await link.send(wire.encode(wire.Alive()))  # else it is taken for lost
         return None
 
     async def _joined(

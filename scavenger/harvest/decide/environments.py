@@ -145,11 +145,12 @@ def _for_other_users(
     mine = {job.job_id for job in staying}
     leaving: dict[str, str] = {}
     shut: set[str] = set()
-    kinds = set[tuple[str, int, int, int]]()  # a queue has few, and each is looked at once
+    kinds = set[tuple[str, int, int, int, bool]]()  # a queue has few, and each is looked at once
     for job in view.jobs:
         if not _waits(job, now) or job.job_id in mine or job.name.startswith("scv-"):
             continue
-        kind = (job.partition, job.n_nodes, job.cpus, job.gpus)
+        short = job.reason == "Resources"
+        kind = (job.partition, job.n_nodes, job.cpus, job.gpus, short)
         if kind in kinds:
             continue
         kinds.add(kind)
@@ -163,7 +164,13 @@ def _for_other_users(
         if len(could) < job.n_nodes:
             continue
         shut.update(could)
-        if sum(_fits(job, node, {}, engines, most) for node in there) < job.n_nodes:
+        # Where Slurm finds too little although CPUs and GPUs are there, memory is what lacks, and our workers may have it.
+        room = [
+            node
+            for node in there
+            if _fits(job, node, {}, engines, most) and not (short and held.get(node.name, 0))
+        ]
+        if len(room) < job.n_nodes:
             why = f"job {job.job_id} of another user waits ({job.reason}) and could start there"
             leaving |= dict.fromkeys(could, why)
     gone = [

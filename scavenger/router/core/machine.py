@@ -319,14 +319,16 @@ class Router:
             )
         return tuple(wanted)
 
-    def environments(self) -> list[EnvironmentDemand]:
-        """How many environment workers in jobs each run lets join."""
+    def environments(self, now: float) -> list[EnvironmentDemand]:
+        """How many environment workers in jobs each run lets join: none, where its trainer is taken for dead."""
+        gone_s = self.core.limits.trainer_gone_s
         return [
             EnvironmentDemand(
                 run.id, run.name, run.settings.environment_jobs, run.settings.environment_file, run.owner_key
             )
             for run in sorted(self.core.runs.values(), key=lambda r: r.id)
-            if run.settings.environment_jobs and run.settings.environment_file and not run.ended
+            if run.settings.environment_jobs and run.settings.environment_file
+            if not (run.ended or run.stopped) and now - run.trainer.seen_at <= gone_s
         ]
 
     def ask_at(self) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ import zmq
 from scavenger import __version__
 from scavenger.protocol import keys
 from tests.trainer.episodes.test_pool import PROGRAM, SETUP, all_of, ask
-from trainer.episodes import remote, wire
+from trainer.episodes import remote, remote_worker, wire
 from trainer.episodes.pool import EnvironmentPool
 from trainer.episodes.remote import Gone, Happened, Joined, Sessions, Tell
 
@@ -105,6 +107,7 @@ def test_no_more_join_than_the_run_allows() -> None:
     known.heard(b"a", HELLO, 0.0)
     [told] = known.heard(b"b", HELLO, 0.0)
     assert "environment_jobs" in refused(told).reason
+    assert refused(told).again, "it may be the one that holds the place, whose connection broke"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +257,32 @@ def test_another_environment_than_the_run_s_may_not_play(tmp_path: Path) -> None
         link.close()
 
 
+def test_one_that_turns_into_another_environment_loses_no_episode(tmp_path: Path) -> None:
+    with pool_with_jobs(tmp_path, lease_s=30) as one:
+        access = one.access
+        assert access is not None
+        link = connected(access, access.public, access.secret)
+        until(one, lambda: bool(link.poll(0)))
+        link.send(wire.encode(wire.Ready(3, "digest", "version")))
+        until(one, lambda: bool(one.joined))
+        for name in ("first", "second"):
+            one.play(ask(name))
+        link.send(wire.encode(wire.Ready(3, "another", "version")))
+        assert sorted(p.episode for p in all_of(one, 2, 20.0)) == ["first", "second"]
+        assert (one.joined, one.under_way) == ([], 0)
+        link.close()
+
+
+def test_a_port_whose_file_cannot_be_written_listens_to_nobody(tmp_path: Path) -> None:
+    (tmp_path / "no-folder").write_text("")
+    settings = remote.PortSettings(
+        tmp_path / "no-folder" / remote.FILE, 2, "r", (), "", sys.executable, "127.0.0.1"
+    )
+    with pytest.raises(OSError, match="no-folder"):
+        remote.WorkerPort(settings, lambda number, event: None, lambda: 0)
+    assert "environment workers" not in [one.name for one in threading.enumerate()]
+
+
 def test_workers_in_jobs_play_beside_the_run_s_own(tmp_path: Path) -> None:
     with pool_with_jobs(tmp_path) as one, a_job(tmp_path) as job:
         until(one, lambda: bool(one.joined))
@@ -304,3 +333,32 @@ def test_one_waits_for_the_next_training_job_and_ends_when_none_comes(tmp_path: 
         with pool_with_jobs(tmp_path) as following:
             until(following, lambda: bool(following.joined))
         assert job.wait(20) == 69
+
+
+def test_one_that_joins_while_rank_0_is_busy_waits_for_it_and_is_not_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps, while it publishes and writes a checkpoint, rank 0 looks at no event."""
+    monkeypatch.setattr(remote_worker, "ANSWER_S", 2.0)
+    happened: list[remote.Event] = []
+    settings = remote.PortSettings(
+        tmp_path / remote.FILE, 2, "r", (), "", sys.executable, "127.0.0.1", beat_s=0.1, lease_s=2.0
+    )
+    port = remote.WorkerPort(settings, lambda number, event: happened.append(event), lambda: 0)
+
+    async def joined(*_: object) -> remote_worker.Ended:
+        return remote_worker.Ended("joined")
+
+    async def play() -> None:
+        worker = remote_worker.RemoteWorker(settings.file)
+        monkeypatch.setattr(worker, "_joined", joined)
+        asked = asyncio.create_task(worker._session(port.access))
+        await asyncio.sleep(5.0)
+        assert [type(one) for one in happened] == [Joined]
+        port.tell(0, SETUP)
+        assert await asked == (True, remote_worker.Ended("joined"))
+
+    try:
+        asyncio.run(play())
+    finally:
+        port.close()
