@@ -392,9 +392,14 @@ def invite_guest(state_dir: Path, name: str, run: str, out: Path) -> KeyPair:
     path, pair = _guest_path(state_dir, name), generate(run, f"{GUEST_INTENT}{name}")
     if not run or not run.isprintable() or " " in run:
         raise AuthError(f"{run!r} cannot name a run", "name the run as its run.toml does")
+    return _admitted(pair, path, f"{pair.public} {run}\n", out)
+
+
+def _admitted(pair: KeyPair, path: Path, line: str, out: Path) -> KeyPair:
+    """The pair, in the new file `out`, and `line` with its public half in the daemon's file `path`: both or neither."""
     _write_new(out, msgspec.json.encode(pair))
     try:
-        write_private(path, f"{pair.public} {run}\n".encode())
+        write_private(path, line.encode())
     except BaseException:
         out.unlink(missing_ok=True)  # a key that nobody accepts
         raise
@@ -423,13 +428,7 @@ def admit_cluster(state_dir: Path, name: str, out: Path) -> KeyPair:
     raises `AuthError`.
     """
     path, pair = _cluster_path(state_dir, name), generate()
-    _write_new(out, msgspec.json.encode(pair))
-    try:
-        write_private(path, f"{pair.public}\n".encode())
-    except BaseException:
-        out.unlink(missing_ok=True)  # a key that nobody accepts
-        raise
-    return pair
+    return _admitted(pair, path, f"{pair.public}\n", out)
 
 
 def cluster_keys(state_dir: Path, report: Report | None = None) -> dict[str, str]:

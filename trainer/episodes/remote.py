@@ -282,7 +282,7 @@ class WorkerPort:
         self._thread.start()
         try:
             keys.write_private(settings.file, self._announced)
-        except BaseException:
+        except BaseException:  # no disk, or Ctrl-C: a port that no worker finds would keep listening
             self.close()
             raise
 
