@@ -42,6 +42,8 @@ READ = 64 << 10
 MOST_PACKET = 1 << 16
 #: Connections of one port that are open at once: each takes two descriptors of its owner, which has other boxes. Beyond, they are closed.
 MOST_CONNECTIONS = 64
+#: Accepted at once: so many more are open until those beyond are closed.
+MOST_ACCEPTED = 32
 REMEDY = 'install bubblewrap (0.8 or later) where environment workers run, allow user namespaces there, or set data.sandbox = "none"'
 
 
@@ -417,7 +419,9 @@ class Box:
         async def there() -> _Stream:
             return await asyncio.open_connection("127.0.0.1", port)
 
-        self._servers["out", port] = await asyncio.start_server(self._through(there), sock=listening)
+        self._servers["out", port] = await asyncio.start_server(
+            self._through(there), sock=listening, backlog=MOST_ACCEPTED
+        )
 
     async def reach(self, port: int) -> int:
         """A port of the host's loopback that leads to the box's `port`. May be repeated."""
@@ -427,7 +431,9 @@ class Box:
                 _, fds = await self.asked("connect", port=port)
                 return await asyncio.open_connection(sock=_socket(fds))
 
-            self._servers["in", port] = await asyncio.start_server(self._through(there), "127.0.0.1", 0)
+            self._servers["in", port] = await asyncio.start_server(
+                self._through(there), "127.0.0.1", 0, backlog=MOST_ACCEPTED
+            )
         bound: int = self._servers["in", port].sockets[0].getsockname()[1]
         return bound
 
