@@ -11,8 +11,10 @@ begins another command is its name, and needs no entry.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -475,7 +477,7 @@ wait %1""": By(
     },
     "docs/weights.md": {
         "scavenger init DIRECTORY --check": Here(
-            needs=("served", "first"), put={"DIRECTORY": "first"}, says="nobody has it yet", long=True
+            needs=("served", "first"), put={"DIRECTORY": "first"}, says="run.name: first", long=True
         ),
         "scavenger weights export SPOOL_DIR/RUN/version-N OUT --model MODEL": By(
             "tests/weights/test_manifest_and_export.py::test_a_spooled_version_outlives_its_process_and_the_command_exports_it"
@@ -613,7 +615,11 @@ QUOTED: dict[str, Entry] = {
     "scavenger simulate run.toml --trace FILE": Here(
         needs=("trace",), put={"FILE": "idle.csv --steps 2 --seeds 2"}, says="ours"
     ),
-    "scavenger --install-completion": Here(put={"scavenger": "SHELL=/bin/bash scavenger"}),
+    # It looks for a shell among its parents: a process of its own, of a bash with a second command to run.
+    "scavenger --install-completion": Here(
+        put={"scavenger": f"{Path(sys.executable).parent}/scavenger", "completion": "completion && echo"},
+        says="installed",
+    ),
     'python -c "import torch; print(torch.cuda.get_device_name())"': CHIPS,
     "scavenger doctor --harvest-one --engine vllm": By(CANARY),
     "scavenger doctor --config /etc/scavenger/scavenger.toml --harvest-one": By(CANARY),
