@@ -485,13 +485,22 @@ class Run:
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         """Record that the step was taken with exactly these samples, or episodes, which end. Every sample of the step's groups needs an
-        outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's `decisions`.
+        outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's `decisions`. `differences`: how far trainer
+        and engine are apart at each token of some of the samples, for `token_differences`; `MAX_DIFFERENCES_BYTES` of them at most.
         """
         self.call(
             messages.CommitStep(
-                step, version, purpose, tuple(outcomes), metrics, tuple(episodes), tuple(decisions)
+                step,
+                version,
+                purpose,
+                tuple(outcomes),
+                metrics,
+                tuple(episodes),
+                tuple(decisions),
+                tuple(differences),
             )
         )
         over = (purpose, step)

@@ -29,6 +29,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
         "GroupDone",
         "DoneSample",
         "SampleOutcome",
+        "TokenDifferences",
         "EpisodeOutcome",
         "SpanSums",
         "Suspect",

@@ -99,6 +99,7 @@ class Ledger(Protocol):
         metrics: Mapping[str, float],
         purpose: str,
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None: ...
     def checkpointed(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
@@ -132,6 +133,7 @@ class Unrecorded:
         metrics: Mapping[str, float],
         purpose: str,
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None: ...
     def checkpointed(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
@@ -310,10 +312,11 @@ class LocalRun:
         metrics: dict[str, float],
         purpose: str = "train",
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         if purpose == "train":
             self.last_step = step
-        self._ledger.committed(step, version, outcomes, metrics, purpose, decisions)
+        self._ledger.committed(step, version, outcomes, metrics, purpose, decisions, differences)
 
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None

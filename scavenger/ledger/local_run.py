@@ -24,7 +24,14 @@ from scavenger.ledger import data_decisions, queries, redaction, store
 from scavenger.ledger import records as r
 from scavenger.ledger.read import reader
 from scavenger.ledger.write.writer import Writer
-from scavenger.protocol.messages import DataDecision, DoneSample, GroupSpec, SampleOutcome, token_count
+from scavenger.protocol.messages import (
+    DataDecision,
+    DoneSample,
+    GroupSpec,
+    SampleOutcome,
+    TokenDifferences,
+    token_count,
+)
 from scavenger.toml import dumps
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -207,6 +214,7 @@ class LocalLedger:
         metrics: Mapping[str, float],
         purpose: str,
         decisions: Sequence[DataDecision] = (),
+        differences: Sequence[TokenDifferences] = (),
     ) -> None:
         """A step with its samples' ends and what was decided about its data, durable when this returns."""
         at = self._clock()
@@ -235,6 +243,12 @@ class LocalLedger:
                 *ends,
                 r.StepCommitted(self._run, step, purpose, self.attempt, version, text, at),
                 *(data_decisions.row(self._name, step, one, at) for one in decisions),
+                *(
+                    r.DifferencesRecorded(
+                        one.sample_id, step, self.attempt, len(one.values) // 2, one.mean, one.values
+                    )
+                    for one in differences
+                ),
             ],
             wait=True,
         )

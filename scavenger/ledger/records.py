@@ -211,6 +211,20 @@ class SampleEnded(Record, frozen=True):
     reward_version: str = ""  # of the function that gave the reward
 
 
+class DifferencesRecorded(Record, frozen=True):
+    """How far trainer and engine were apart at each token of a sample that a step trained (`messages.TokenDifferences`).
+
+    `differences`: packed float16, one for each of its `n_tokens`. `mean`: of their absolute values.
+    """
+
+    sample_id: int
+    step: int
+    attempt: int
+    n_tokens: int
+    mean: float
+    differences: bytes
+
+
 class SampleReopened(Record, frozen=True):
     """A consumed sample is offered again to a later attempt (I3); its reward stays."""
 

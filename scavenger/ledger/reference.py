@@ -21,7 +21,7 @@ HEAD = """\
 What each column means. [ledger.md](ledger.md) explains how they go together, who may read what, and has the reports.
 
 - Times (`at`, `..._at`) are Unix seconds as doubles; whole numbers have 64 bits; lengths (`..._len`) are tokens.
-- *bytes* of tokens and logprobs are packed little-endian arrays, int32 and float32: 4 bytes a token.
+- *bytes* of tokens and logprobs are packed little-endian arrays, int32 and float32: 4 bytes a token; of differences float16, 2 bytes.
 - *or null*: the column may be null; all others never are. An empty text stands for "none" where a text may be missing.
 - Each time of a view has a second column, the same time to read, which is not listed: `started_at_utc` is `2026-09-21 14:13:29` where
   `started_at` is 1790000009.7.
@@ -49,6 +49,7 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "logprob_bytes": "Bytes of `chunks.logprobs`.",
         "raw_logprob_bytes": "Bytes of `chunks.raw_logprobs`.",
     },
+    "v_token_differences": {"difference_bytes": "Bytes of `token_differences.differences`."},
     "v_tool_calls": {
         "state": "`answered`; `asked`: there is no answer yet, and its episode is open; `unknown`: its episode is over, and whether "
         "the call took effect, nobody knows.",

@@ -347,6 +347,25 @@ chunks = Table(
     **_row("consecutive tokens of a sample with their logprobs"),
 )
 
+#: One row for each sample and each step that trained it, of the share of groups that `monitor.token_differences` names.
+token_differences = Table(
+    "token_differences",
+    metadata,
+    _counted(),
+    _int("sample_id", "The sample."),
+    _int("step", "The train step that was taken with it."),
+    _int("attempt", "The attempt of that step."),
+    _int("n_tokens", "How many tokens: all of the completion."),
+    Column("mean", Double, nullable=False, doc="Mean of the absolute differences, in nats."),
+    _bytes(
+        "differences",
+        "The trainer's logprob under the weights at the step's start, less the engine's (`chunks.logprobs`), of each token in nats: packed "
+        "float16, 2 bytes a token; empty once retention or a purge took them.",
+    ),
+    Index("ix_token_differences_sample", "sample_id"),
+    **_row("how far trainer and engine were apart at each token of a sample that a step trained"),
+)
+
 # ---------------------------------------------------------------- episodes
 
 episodes = Table(

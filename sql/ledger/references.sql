@@ -54,6 +54,10 @@ UNION ALL
 SELECT 'sequences of turns without their sample', count(*)
 FROM turn_samples t LEFT JOIN samples s ON s.sample_id = t.sample_id WHERE s.sample_id IS NULL
 UNION ALL
+SELECT 'differences of tokens without their sample, or of another number of tokens than it has', count(*)
+FROM token_differences d LEFT JOIN samples s ON s.sample_id = d.sample_id
+WHERE s.sample_id IS NULL OR d.n_tokens <> s.accepted_len OR length(d.differences) NOT IN (0, 2 * d.n_tokens)
+UNION ALL
 SELECT 'calls of tools without their episode', count(*)
 FROM tool_calls c LEFT JOIN episodes e ON e.episode_id = c.episode_id AND e.run_id = c.run_id WHERE e.episode_id IS NULL
 UNION ALL

@@ -126,6 +126,10 @@ SET state=:p_state, reason=:p_reason, reward=:p_reward, advantage=:p_advantage, 
     ended_attempt=:p_attempt, ended_at=:p_at, reward_version=:p_reward_version
 WHERE samples.sample_id = :p_sample_id;
 
+-- DifferencesRecorded
+INSERT INTO token_differences (sample_id, step, attempt, n_tokens, mean, differences)
+VALUES (:p_sample_id, :p_step, :p_attempt, :p_n_tokens, :p_mean, :p_differences);
+
 -- SampleReopened
 INSERT INTO sample_ends (sample_id, state, reason, step, attempt, reward, advantage, at, reward_version)
 VALUES (:p_sample_id, 'reopened', '', 0, :p_attempt, NULL, NULL, :p_at, '');

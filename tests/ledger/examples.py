@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,11 @@ def chunk(
 def routed(offset: int, n: int) -> bytes:
     """Three bytes a token that say its place."""
     return bytes(part for i in range(offset, offset + n) for part in (i % 256, 1, 2))
+
+
+def apart(n: int) -> bytes:
+    """Differences of so many tokens: a quarter of a nat more with each, one below zero and the next above."""
+    return struct.pack(f"<{n}e", *((-1) ** (i + 1) * i / 4 for i in range(n)))
 
 
 def answer(sample_id: int, n: int) -> bytes:
@@ -145,6 +151,7 @@ def epilogue() -> list[r.Record]:
         r.GroupAdopted(10, 3, T0 + 21),
         r.GroupDeferred(10, 1, T0 + 21),
         *consumed(attempt=2, at=T0 + 21),
+        r.DifferencesRecorded(11, 1, 2, 9, 0.5, apart(9)),
         r.CheckpointRecorded(1, 1, 3, b"root3", "/ckpt/1", T0 + 22),
         r.JobEnded("i1", "CANCELLED", "no demand", T0 + 23),
         r.WorkerLeft(2, "drained", True, 0, 0, 0, T0 + 23),

@@ -66,6 +66,7 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
         "episodes": 1,
         "turns": 1,
         "turn_samples": 1,
+        "token_differences": 1,
         "tool_calls": 2,
     }
     assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2), ("surplus", 0, 2, 0, 1, 2))

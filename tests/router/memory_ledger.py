@@ -72,6 +72,7 @@ class Ledger:
         self.episodes: dict[int, rec.EpisodeState] = {}
         self.turns: dict[int, rec.TurnBegun] = {}
         self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
+        self.apart: dict[tuple[int, int, int], rec.DifferencesRecorded] = {}
         self.tool_calls: dict[int, rec.ToolCallState] = {}
         self.prompt_bytes = 0  # stored of turns' prompts
         self.workers: dict[int, rec.WorkerJoined] = {}
@@ -170,6 +171,12 @@ class Ledger:
                 self.tool_calls[call_id] = msgspec.structs.replace(
                     self.tool_calls[call_id], answer=record.answer
                 )
+            case rec.DifferencesRecorded():
+                row = self.samples[record.sample_id]
+                assert len(record.differences) == 2 * record.n_tokens == len(row.tokens) // 2
+                mine = (record.sample_id, record.step, record.attempt)
+                assert mine not in self.apart, "a sample's differences were recorded twice"
+                self.apart[mine] = record
             case rec.TurnSampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "complete"

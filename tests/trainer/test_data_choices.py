@@ -196,7 +196,9 @@ class Class:
     def step(self, step: int, version: int, prompts: Sequence[Any], more: Any) -> Any:
         rewards = {one.index: tuple(float(i < int(one.meta["answer"])) for i in range(4)) for one in prompts}
         self.recorded += [(step, index, int(sum(of)), 4) for index, of in rewards.items()]
-        return SimpleNamespace(metrics={}, outcomes=(), phase_log=(), late=(), decisions=(), rewards=rewards)
+        return SimpleNamespace(
+            metrics={}, outcomes=(), phase_log=(), late=(), decisions=(), differences=(), rewards=rewards
+        )
 
     def commit(
         self,
@@ -206,6 +208,7 @@ class Class:
         metrics: Any,
         purpose: str = "train",
         decisions: Any = (),
+        differences: Any = (),
     ) -> None:
         self.decisions[step] = tuple(decisions)
 

@@ -131,6 +131,7 @@ class Script:
         metrics: Any,
         purpose: str = "train",
         decisions: Any = (),
+        differences: Any = (),
     ) -> None:
         self.act(purpose, step)
 

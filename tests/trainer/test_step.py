@@ -154,6 +154,7 @@ class RecordedRun:
         purpose: str = "train",
         *,
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None

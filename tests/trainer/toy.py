@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.algorithms import differences
 from trainer.algorithms.agreement import of_micro
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
@@ -82,6 +83,7 @@ class ToyRanks:
                 terms.weight_squares,
             )
             agreement = of_micro(micro, proximal - batch.behaviour)
+            apart = differences.packed(micro, proximal - batch.behaviour)
             for place, row in enumerate(micro.rows):
                 if row.sample_id >= 0:
                     values: list[Any] = [float(part[place]) for part in parts]
@@ -89,7 +91,10 @@ class ToyRanks:
                     one = RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values)
                     found.append(
                         msgspec.structs.replace(
-                            one, mismatch_bins=bins, agreement=agreement.get(row.sample_id, ())
+                            one,
+                            mismatch_bins=bins,
+                            agreement=agreement.get(row.sample_id, ()),
+                            difference=apart[place],
                         )
                     )
         return found

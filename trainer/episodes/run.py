@@ -69,6 +69,7 @@ class Daemon(Protocol):
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
@@ -432,13 +433,19 @@ class EpisodeRun:
         metrics: dict[str, float],
         purpose: str = "train",
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         """Record that the step was taken with these episodes. They end, and so do their earlier lives, each with its reason."""
         mine = [self._episodes[outcome.sample_id] for outcome in outcomes]
+        apart: dict[int, list[messages.TokenDifferences]] = {}
+        for one in differences:
+            apart.setdefault(one.sample_id, []).append(one)
         ended = [
             taken
             for outcome, episode in zip(outcomes, mine, strict=True)
-            for taken in outcomes_of(outcome, episode.name, episode.played, episode.earlier)
+            for taken in outcomes_of(
+                outcome, episode.name, episode.played, episode.earlier, apart.get(episode.id, ())
+            )
         ]
         figures = metrics_of([one.played for one in mine if one.played is not None], mine)
         metrics |= figures | self._lost_since()
@@ -481,6 +488,7 @@ def outcomes_of(
     name: str,
     played: wire.Played | None,
     earlier: Sequence[tuple[str, str]] = (),
+    differences: Sequence[messages.TokenDifferences] = (),
 ) -> list[messages.EpisodeOutcome]:
     """What the daemon is told of one episode and of its earlier lives, which led to nothing."""
     calls = played.calls if played is not None else ()
@@ -495,6 +503,7 @@ def outcomes_of(
             outcome.reward_version,
             tuple(messages.named_request(name, call) for call in calls),
             played.worker[:512] if played is not None else "",
+            tuple(differences),
         ),
         *(
             messages.EpisodeOutcome(life, "masked", math.nan, 0.0, messages.words(why))

@@ -168,7 +168,9 @@ class Loop:
                 "seconds_checkpoint": self._checkpoints.take_seconds(),
             }
             decisions = (*self._chosen(step), *result.decisions)
-            self._run.commit(step, version, result.outcomes, metrics, decisions=decisions)
+            self._run.commit(
+                step, version, result.outcomes, metrics, decisions=decisions, differences=result.differences
+            )
             self._measure(step, result.rewards)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
             if warning := alarm(metrics, self._config.monitor.mismatch_alarm):

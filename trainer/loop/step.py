@@ -22,7 +22,7 @@ from scavenger.errors import EngineError, StaleSamples, WireError
 from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
-from trainer.algorithms import agreement
+from trainer.algorithms import agreement, differences
 from trainer.algorithms.rows import DenominatorShare, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
 from trainer.data import replay
@@ -129,6 +129,7 @@ class TrainerRun(Protocol):
         purpose: str = "train",
         *,
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None: ...
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
@@ -139,13 +140,15 @@ class TrainerRun(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """`late`: indices of its prompts whose groups the next step trains. `decisions`: which groups were trained, and by what. `rewards`: of
-    each group's usable samples, by the index of its prompt."""
+    each group's usable samples, by the index of its prompt. `differences`: how far trainer and engine are apart at
+    each token of some of the groups."""
 
     outcomes: tuple[messages.SampleOutcome, ...]
     metrics: dict[str, float]
     phase_log: tuple[str, ...]
     late: tuple[int, ...] = ()
     decisions: tuple[messages.DataDecision, ...] = ()
+    differences: tuple[messages.TokenDifferences, ...] = ()
     rewards: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -198,6 +201,9 @@ class _Work:
     #: Rows of later mini-batches, by mini-batch and group, with their proximal logprobs.
     stash: dict[int, list[list[TrainRow]]] = field(default_factory=dict)
     stats: dict[int, RowStats] = field(default_factory=dict)  # by sample id
+    #: By prompt and row: of the groups that `monitor.token_differences` keeps, as far as they were trained.
+    apart: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    not_kept: set[int] = field(default_factory=set)  # prompts
     spans: dict[int, tuple[tuple[int, int], ...]] = field(
         default_factory=dict
     )  # by sample id: who generated it
@@ -205,6 +211,7 @@ class _Work:
         default_factory=list
     )  # ids of groups whose rows are in the gradients or in the stash
     prompt_of: dict[int, int] = field(default_factory=dict)  # group id -> index of its prompt
+    prompt_of_row: dict[int, int] = field(default_factory=dict)  # row -> index of its group's prompt
     late: list[int] = field(default_factory=list)  # indices of prompts whose groups the next step trains
     replayed: list[ScoredGroup] = field(default_factory=list)  # of earlier steps
     late_asked_at: float = -math.inf  # when it was last asked whether a later step may train them
@@ -529,8 +536,36 @@ class Stepper:
     ) -> None:
         for one_round in self._rounds(work, groups):
             safe_point()
-            work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
+            for stats in self._ranks.train(one_round):
+                self._note_apart(work, stats)
+                work.stats[stats.sample_id] = msgspec.structs.replace(stats, difference=b"")
             work.micro_steps += 1
+
+    def _note_apart(self, work: _Work, stats: RowStats) -> None:
+        """Keep its differences where its group is, as far as is known by now, among those of the step that are kept."""
+        share, prompt = self._config.monitor.token_differences, work.prompt_of_row.get(stats.sample_id)
+        if not share or prompt is None or prompt in work.not_kept:
+            return
+        if prompt not in work.apart:
+            # Prompts that take the place of others may come yet, and more groups be kept then.
+            groups = len(work.submitted)
+            if self._scoring.recipe.dynamic:
+                limit = self._scoring.recipe.dynamic_limit * self._config.data.prompts_per_step
+                groups = max(groups, int(limit))
+            seed, known = self._config.run.seed, {*work.apart, prompt}
+            kept = differences.first(seed, work.step, known, differences.most(share, groups))
+            work.not_kept |= known - set(kept)
+            work.apart = {one: work.apart.get(one, {}) for one in kept}
+        if prompt in work.apart:
+            work.apart[prompt][stats.sample_id] = stats.difference
+
+    def _apart(self, work: _Work) -> tuple[messages.TokenDifferences, ...]:
+        """What the daemon is told of the groups that are kept."""
+        rows = {group.prompt_index: group.rows for group in work.scored.values()}
+        values = {row: value for of_group in work.apart.values() for row, value in of_group.items()}
+        count = differences.most(self._config.monitor.token_differences, len(work.submitted))
+        kept = differences.first(self._config.run.seed, work.step, work.apart, count)
+        return tuple(differences.reported([rows[prompt] for prompt in kept], values))
 
     def _train_ready(self, work: _Work, ready: int) -> int:
         """Micro-steps over the first `ready` groups that the machine knows of; returns how many. Deterministic: one round of them."""
@@ -561,6 +596,8 @@ class Stepper:
     def _train_groups(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
         """Add the gradients of those in the first mini-batch; keep the others for theirs."""
         work.trained += [group.group_id for group in groups]
+        own = [group for group in groups if group.group_id in work.scored]  # and not of earlier steps
+        work.prompt_of_row |= {row.sample_id: group.prompt_index for group in own for row in group.rows}
         first = [group.rows for group in groups if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in groups if work.mini_batch[group.prompt_index] > 0]
         self._train(work, first, self._safe_point)
@@ -634,6 +671,9 @@ class Stepper:
         work.aside.retrained += sum(len(group.rows) for group in groups)
         work.trained.clear()
         work.stats.clear()
+        work.apart.clear()
+        work.not_kept.clear()
+        work.prompt_of_row.clear()
         work.stash.clear()
         self._train_groups(work, groups)
 
@@ -669,9 +709,11 @@ class Stepper:
         for sample_id in work.stats:
             self._trained_of.update({worker_id for worker_id, _ in work.spans.get(sample_id, ())})
         self._keep(work, ordered)
+        apart = self._apart(work)
+        metrics["tokens_compared"] = float(sum(len(one.values) // 2 for one in apart))
         outcomes = tuple(outcome for group in ordered for outcome in group.outcomes)
         rewards = {group.prompt_index: group.rewards for group in ordered}
-        return StepResult(outcomes, metrics, log, tuple(work.late), tuple(decisions), rewards)
+        return StepResult(outcomes, metrics, log, tuple(work.late), tuple(decisions), apart, rewards)
 
     # ---------------------------------------------------------------- which groups
 

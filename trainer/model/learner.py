@@ -39,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollout.engines.norms import wide_norms
 from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError, Diverged
+from trainer.algorithms import differences
 from trainer.algorithms.agreement import SpanAgreement, of_micro
 from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
@@ -77,6 +78,8 @@ class RowStats(msgspec.Struct, frozen=True):
     mismatch_bins: tuple[int, ...] = ()
     #: Of each of the row's `cuts`: how trainer and engine agree on it.
     agreement: tuple[SpanAgreement, ...] = ()
+    #: proximal - behaviour of each token, packed float16 (`algorithms.differences`).
+    difference: bytes = b""
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
@@ -291,14 +294,18 @@ class Learner:
             terms.weight_squares,
         )
         agreement = of_micro(micro, proximal - batch.behaviour)
+        apart = differences.packed(micro, proximal - batch.behaviour)
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(
             msgspec.structs.replace(
                 RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:]),
                 mismatch_bins=tuple(bins),
                 agreement=agreement[row.sample_id],
+                difference=difference,
             )
-            for row, values, bins in zip(micro.rows, table, terms.mismatch_bins.tolist(), strict=True)
+            for row, values, bins, difference in zip(
+                micro.rows, table, terms.mismatch_bins.tolist(), apart, strict=True
+            )
             if row.sample_id >= 0
         )
 

@@ -33,18 +33,20 @@ CONTENTS: dict[str, frozenset[str]] = {
     "chunks": frozenset({"tokens", "logprobs", "raw_logprobs", "routing"}),
     "groups": frozenset({"prompt", "meta"}),
     "tool_calls": frozenset({"answer"}),
+    "token_differences": frozenset({"differences"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
 _COMMON = frozenset(
     {"generations", "cluster_polls", "decisions", "move_log", "other_users_waits", "node_quarantines"}
 )
-_SAMPLE_S = ("chunks", "leases", "sample_ends", "turn_samples")
+_SAMPLE_S = ("chunks", "leases", "sample_ends", "token_differences", "turn_samples")
 _JOB_S = ("job_states", "gpu_allocations")
 #: Children before parents.
 ORDER = (
     "chunks",
     "leases",
     "sample_ends",
+    "token_differences",
     "turn_samples",
     "samples",
     "turns",

@@ -31,6 +31,7 @@ from scavenger.ledger.schema import (
     sample_ends,
     samples,
     steps,
+    token_differences,
     tool_calls,
     turn_samples,
     turns,
@@ -198,6 +199,9 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
         sa.update(chunks)
         .where(chunks.c.sample_id.in_(members), sa.func.length(chunks.c.tokens) > 0)
         .values(tokens=b"", logprobs=b"", raw_logprobs=b"", routing=b"")
+    )
+    connection.execute(
+        sa.update(token_differences).where(token_differences.c.sample_id.in_(members)).values(differences=b"")
     )
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
     connection.execute(sa.update(turns).where(turns.c.group_id.in_(found)).values(prompt_sha256=b""))

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from scavenger.ledger.records import ContentsReduced
 from scavenger.ledger.retention import BECOMES, FINAL_STATES, ChunkRow, merge
-from scavenger.ledger.schema import chunks, events, runs, samples
+from scavenger.ledger.schema import chunks, events, runs, samples, token_differences
 
 _c, _s = chunks.c, samples.c
 _PLACE = (_c.sample_id, _c.id, _c.epoch, _c.start_len, _c.n_tokens, _c.version, _c.worker_id, _c.at)
@@ -61,6 +61,11 @@ def _reduce(connection: sa.Connection, record: ContentsReduced) -> None:
             sa.delete(chunks).where(_c.id == sa.bindparam("p_id")), [{"p_id": row_id} for row_id in stale]
         )
         connection.execute(sa.insert(chunks), merged_rows)
+    if done and record.to == "dropped":
+        apart = token_differences.c
+        connection.execute(
+            sa.update(token_differences).where(apart.sample_id.in_(done)).values(differences=b"")
+        )
     if done:
         connection.execute(sa.update(samples).where(_s.sample_id.in_(done)).values(contents=record.to))
 

@@ -334,7 +334,9 @@ KINDS: dict[type[Record], Kind] = {
         uses="samples",
     ),
     # Its statements depend on what the chunks hold: `compaction` runs them. No attempt may be granted in between, no chunk follow.
-    r.ContentsReduced: _kind(uses="samples chunks leases", sets="samples.state runs.attempt"),
+    r.ContentsReduced: _kind(
+        uses="samples chunks leases token_differences", sets="samples.state runs.attempt"
+    ),
     r.SampleFinished: _kind(
         _update(
             t.samples,
@@ -360,6 +362,11 @@ KINDS: dict[type[Record], Kind] = {
         creates="sample_ends",
         uses="samples",
         sets="samples.state",
+    ),
+    r.DifferencesRecorded: _kind(
+        _insert(t.token_differences, **_fields("sample_id step attempt n_tokens mean differences")),
+        creates="token_differences",
+        uses="samples",
     ),
     r.SampleReopened: _kind(
         _insert(

@@ -87,6 +87,7 @@ from scavenger.protocol.messages.gateway import (
 from scavenger.protocol.messages.trainer import (
     GATEWAY_BODIES,
     MAX_DECISION_GROUPS,
+    MAX_DIFFERENCES_BYTES,
     MAX_PASS_RATES,
     Accepted,
     Attach,
@@ -121,6 +122,7 @@ from scavenger.protocol.messages.trainer import (
     SubmitGroups,
     Suspect,
     Suspects,
+    TokenDifferences,
     ToTrainer,
     Trained,
 )
@@ -171,6 +173,7 @@ __all__ = [
     "MAX_CALL_SAMPLES",
     "MAX_CONFIG_CHARS",
     "MAX_DECISION_GROUPS",
+    "MAX_DIFFERENCES_BYTES",
     "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
     "MAX_MESSAGE_BYTES",
@@ -264,6 +267,7 @@ __all__ = [
     "ToDaemon",
     "ToTrainer",
     "ToWorker",
+    "TokenDifferences",
     "ToolState",
     "Trained",
     "TurnAccepted",

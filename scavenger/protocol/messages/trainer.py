@@ -46,6 +46,8 @@ MAX_USED_TURNS = 4096
 MAX_DATA_DECISIONS = 4
 MAX_DECISION_INPUTS = 16
 MAX_DECISION_GROUPS = 1024
+#: Bytes of the differences of one step.
+MAX_DIFFERENCES_BYTES = 16 << 20
 #: Pass rates that an opened run is told: the newest.
 MAX_PASS_RATES = 1_000_000
 
@@ -163,12 +165,26 @@ class SampleOutcome(MessagePart, frozen=True):
     reward_version: BoundedText = ""  # of the function that gave the reward
 
 
+class TokenDifferences(MessagePart, frozen=True):
+    """How far trainer and engine are apart at each token of one sample, in the step that trains it.
+
+    `values`: the trainer's logprob (proximal: under the weights at the step's start) less the engine's (behaviour), in nats, packed
+    float16: 2 bytes a token, all tokens of the completion. `mean`: of their absolute values. `turn`: of an episode's turn, SHA-256 of the
+    tokens of its prompt and completion, which names its sample; `sample_id` says nothing then.
+    """
+
+    sample_id: int
+    values: Annotated[bytes, msgspec.Meta(min_length=2, max_length=MAX_DIFFERENCES_BYTES)]
+    mean: Rate
+    turn: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+
+
 class EpisodeOutcome(MessagePart, frozen=True):
     """What became of an episode, and so of its turns: as `SampleOutcome`. It ends with the step that names it.
 
     `used`: requests (`OpenTurn.request`) of the turns that the step took. Its other turns are surplus: they led to nothing, because the
     environment answered otherwise when the episode was played again, say. An episode that no turn was asked of may be named too.
-    `worker`: the environment worker that played it.
+    `worker`: the environment worker that played it. `differences`: of its turns, as in `CommitStep`.
     """
 
     episode: EpisodeName
@@ -179,6 +195,7 @@ class EpisodeOutcome(MessagePart, frozen=True):
     reward_version: BoundedText = ""
     used: Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
     worker: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
 
 
 class SpanSums(MessagePart, frozen=True):
@@ -220,7 +237,8 @@ class DataDecision(MessagePart, frozen=True):
 class CommitStep(Message, frozen=True):
     """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval").
 
-    `episodes`: that it was taken with, of an environment; they end. Such a step submitted no groups.
+    `episodes`: that it was taken with, of an environment; they end. Such a step submitted no groups. `differences`: of some of its
+    samples; what fits none of them is left out, and an event says how much.
     """
 
     step: int
@@ -230,6 +248,7 @@ class CommitStep(Message, frozen=True):
     metrics: dict[str, float]
     episodes: tuple[EpisodeOutcome, ...] = ()
     decisions: Annotated[tuple[DataDecision, ...], msgspec.Meta(max_length=MAX_DATA_DECISIONS)] = ()
+    differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
 
 
 class RecordCheckpoint(Message, frozen=True):

@@ -99,6 +99,10 @@ class Prefixes:
                 return read, points, parent
         return read, points, NO_PARENT
 
+    def ended_by(self, digest: bytes) -> Parent:
+        """The sample whose prompt and completion have this digest."""
+        return self._at.get(digest, NO_PARENT)
+
     def add(self, sample_id: int, points: Sequence[Point]) -> None:
         """The sample's prompt and completion have these points. Who had them first keeps them."""
         for length, digest, is_end in points:

@@ -298,6 +298,8 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             if sample.status is SampleStatus.COMPLETE:
                 _end(core, run, body, sample, outcomes[sample.id])
         samples.forget(core, group)
+    if body.purpose == "train":
+        _apart(core, run, body, {sample.id: sample for group in groups for sample in group.samples})
     for episode in body.episodes:
         turns.settle(core, run, body.step, episode)
     core.record(
@@ -362,6 +364,31 @@ def _end(core: Core, run: ActiveRun, body: CommitStep, sample: Sample, outcome: 
             redaction.version(outcome.reward_version),
         )
     )
+
+
+def _apart(core: Core, run: ActiveRun, body: CommitStep, known: Mapping[int, Sample]) -> None:
+    """Record how far trainer and engine were apart at each token. What fits no sample of the step is left out: a step does not fail for a
+    figure, and an event says how much."""
+    said = [(one, known.get(one.sample_id)) for one in body.differences]
+    for episode in body.episodes:
+        said += [(one, turns.sample_of(run, episode, one.turn)) for one in episode.differences]
+    taken: set[int] = set()
+    for one, sample in said:
+        if sample is None or sample.error is not None or sample.id in taken:
+            continue
+        if len(one.values) == 2 * sample.accepted:
+            taken.add(sample.id)
+            core.record(
+                rec.DifferencesRecorded(
+                    sample.id, body.step, run.attempt, sample.accepted, one.mean, one.values
+                )
+            )
+    if left := len(said) - len(taken):
+        why = f"{left} of {len(said)} name no sample of step {body.step}, or one of another length"
+        if core.count_refusal(f"{run.owner_key} differences_left_out"):
+            core.event("differences_left_out", run.id, f"step {body.step}", why)
+        else:
+            core.count("differences_left_out")
 
 
 def trained(core: Core, run: ActiveRun, body: Trained) -> None:

@@ -479,6 +479,22 @@ def commit_fault(run: ActiveRun, body: CommitStep, allowed: tuple[str, ...]) -> 
     return ""
 
 
+def sample_of(run: ActiveRun, taken: EpisodeOutcome, digest: bytes) -> Sample | None:
+    """Of the turns that a step takes the one whose sample's prompt and completion have this digest."""
+    episode = run.turns.episodes.get(taken.episode)
+    if episode is None:
+        return None
+    found = episode.prefixes.ended_by(digest)
+    for request in taken.used:
+        group = episode.turns[request]
+        for sample in group.samples:
+            # Of a prompt that ends there the digest names the sample that it was of.
+            if sample.id == found.sample_id and group.turn is not None:
+                whole = group.turn.prompt_tokens + sample.accepted
+                return sample if found.length == whole else None
+    return None
+
+
 def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None:
     """The episode ends with the step that took it; one that asked for no turn is in the ledger all the same, with its reason."""
     episode = run.turns.episodes.get(taken.episode) or _begin(core, run, taken.episode)

@@ -53,6 +53,7 @@ class Script:
         purpose: str = "train",
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         assert not outcomes
         self.commits.append((step, tuple(episodes), metrics))

@@ -1,4 +1,5 @@
-"""Who waited while we held GPUs, training jobs' own GPUs, failed nodes, experts of tokens, agents' episodes, clusters, times for people.
+"""Who waited while we held GPUs, training jobs' own GPUs, failed nodes, experts of tokens, agents' episodes, clusters, times for people,
+how far trainer and engine were apart at each token.
 
 Every view gets, for each of its times in Unix seconds, a column of the same name and `_utc` ('2026-09-21 14:13:29', cut to the
 second). They come last, so that PostgreSQL puts each view in its place and the grants stay; SQLite has no grants.
@@ -48,6 +49,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "time lived_s at",
     ),
     "node_quarantines": ("text node reason", "time at until_at", "time? released_at"),
+    "token_differences": ("int sample_id step attempt n_tokens", "time mean", "bytes differences"),
 }
 # The keys of these are the core's: no counted id.
 KEYED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -87,6 +89,7 @@ INDEXES: dict[str, tuple[str, str]] = {
     "ix_episodes_run": ("episodes", "run_id state"),
     "ix_turns_episode": ("turns", "episode_id"),
     "ix_tool_calls_episode": ("tool_calls", "episode_id"),
+    "ix_token_differences_sample": ("token_differences", "sample_id"),
 }
 
 # Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
@@ -223,6 +226,11 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "id, node, reason, at, until_at, released_at",
         "node_quarantines",
         "at until_at released_at",
+    ),
+    "v_token_differences": (
+        "id, sample_id, step, attempt, n_tokens, mean, length(differences) AS difference_bytes",
+        "token_differences",
+        "",
     ),
     "v_episodes": (
         "episode_id, run_id, name, state, reason, begun_at, ended_at, worker",
