@@ -41,7 +41,7 @@ GOAL_S, GOAL_BYTES, GOAL_SHARE = 1.0, 1_000_000, 0.02
 VOCABULARY = 1_000
 #: Ten turns of 16 samples, each of which goes on from the first one of the turn before and called 20 tools: more than the page shows.
 EPISODE = (
-    "INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at) VALUES (1, 1, 'bench', 'open', '', 1)",
+    "INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at, worker) VALUES (1, 1, 'bench', 'open', '', 1, '')",
     """INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun_at, parent_id, prefix_len, prompt_tokens,
                           prompt_sha256)
        SELECT group_id, 1, 1, group_id, x'00', x'00', group_id,

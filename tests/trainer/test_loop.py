@@ -92,6 +92,7 @@ class Script:
             phase_log=(),
             late=self.late.get(step, ()),
             decisions=(),
+            differences=(),
             rewards={},
         )
 

@@ -293,13 +293,15 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     if fault:
         return Denied("invalid", fault, "commit each sample of the step exactly once")
     outcomes = {o.sample_id: o for o in body.outcomes}
+    if body.purpose == "train":
+        _record_differences(
+            core, run, body, {sample.id: sample for group in groups for sample in group.samples}
+        )
     for group in groups:
         for sample in group.samples:
             if sample.status is SampleStatus.COMPLETE:
                 _end(core, run, body, sample, outcomes[sample.id])
         samples.forget(core, group)
-    if body.purpose == "train":
-        _apart(core, run, body, {sample.id: sample for group in groups for sample in group.samples})
     for episode in body.episodes:
         turns.settle(core, run, body.step, episode)
     core.record(
@@ -366,7 +368,7 @@ def _end(core: Core, run: ActiveRun, body: CommitStep, sample: Sample, outcome: 
     )
 
 
-def _apart(core: Core, run: ActiveRun, body: CommitStep, known: Mapping[int, Sample]) -> None:
+def _record_differences(core: Core, run: ActiveRun, body: CommitStep, known: Mapping[int, Sample]) -> None:
     """Record how far trainer and engine were apart at each token. What fits no sample of the step is left out: a step does not fail for a
     figure, and an event says how much."""
     said = [(one, known.get(one.sample_id)) for one in body.differences]
