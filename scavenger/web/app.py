@@ -45,7 +45,7 @@ from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError
 from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
 from scavenger.protocol import keys
-from scavenger.web import pages, questions, render, steps
+from scavenger.web import pages, questions, render, steps, texts
 from scavenger.web.connections import Server
 from scavenger.web.panels import Page, Panel, ask
 
@@ -212,7 +212,8 @@ class Site:
         self._any = asyncio.Semaphore(MOST_BUILT)
         self._of = {kind: asyncio.Semaphore(most) for kind, most in MOST_OF.items()}
         self._forgotten = 0
-        self.contents = pages.Contents()
+        self._children = texts.Children()
+        self.contents = pages.Contents(self._children)
         self.viewers = 0
         self.changes = 0
         self.changed = asyncio.Condition()
@@ -281,6 +282,7 @@ class Site:
                     async with self.changed:
                         self.changes += 1
                         self.changed.notify_all()
+            self._children.tidy()
             await asyncio.sleep(self.interval_s)
 
     def changed_since(self, seen: int) -> bool:
@@ -295,6 +297,7 @@ class Site:
     def stop(self) -> None:
         """Begin no page more; the process waits for those that are being built."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._children.close()
 
     def forget(self) -> None:
         """The ledger has changed: keep no page of before."""

@@ -183,7 +183,7 @@ def _newest(connection: sa.Connection, run: str) -> int:
 def _size(page: Page) -> int:
     """Characters of a page, about."""
     texts = sum(
-        len(one.body) + sum(60 + len(piece) for piece, _, _ in one.pieces)
+        len(one.body) + len(one.rest) + sum(40 + len(piece.text) for piece in one.pieces)
         for panel in page.panels
         for one in panel.texts
     )

@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from scavenger.errors import ConfigError, ScavengerError
+from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.read import tokens
-from scavenger.protocol.messages import unpack_tokens
+from scavenger.ledger.read.contents import prompts as contents_of_prompts
+from scavenger.ledger.read.contents import recorded
+from scavenger.protocol.messages import unpack_differences, unpack_logprobs, unpack_tokens
 from scavenger.web import charts, questions, texts
 from scavenger.web.panels import (
     Page,
@@ -37,12 +38,17 @@ from scavenger.web.panels import (
     table_of,
 )
 from scavenger.web.questions import filled, filled_list
+from scavenger.web.texts import Piece
 
 _MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
-#: Tokens whose probability is drawn, and tokens that a search decodes.
+#: Tokens of one completion that are marked, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
+#: Tokens that a page of several completions marks, over all of them.
+_MOST_MARKS = 8_000
 #: Samples named in one statement.
-_MOST_NAMED = 50
+_MOST_NAMED = 500
+#: How a completion may be marked.
+MARKS = ("none", "likely", "apart")
 #: Runs whose steps the overview draws.
 _DRAWN = questions.MOST_COMPARED
 
@@ -263,11 +269,12 @@ def search(connection: sa.Connection, contents: Contents, run_id: int, wanted: s
 
 
 class Read(NamedTuple):
-    """A sample's text, printable and cut; why not, where it cannot be read. `pieces` as in `Text`, of its first tokens."""
+    """A sample's text, printable and cut; why not, where it cannot be read. `pieces` and `rest` of the completion as in `Text`."""
 
     prompt: str
     completion: str
-    pieces: tuple[tuple[str, int, str], ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    rest: str = ""
 
 
 class Contents:
@@ -280,33 +287,46 @@ class Contents:
         self._ask = ask
 
     def read(
-        self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, skip: Sequence[int] = ()
+        self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, *, added: bool = False
     ) -> list[Read]:
-        """A text for each sample, and of a single one its pieces too. `skip`: so many tokens of each prompt are left out."""
-        found = [_recorded(connection, one) for one in sample_ids]
-        for one, left_out in zip(found, skip, strict=False):
-            if not isinstance(one, Read):
-                one["prompt"] = one["prompt"][left_out:]
-        asked = [one for one in found if not isinstance(one, Read)]
-        ids = [some[:_MOST_TEXT] for one in asked for some in (one["prompt"], one["tokens"])]
-        logprobs = (
-            [float(x) for x in asked[0]["logprobs"][:_MOST_HEAT]]
-            if len(sample_ids) == len(asked) == 1
-            else []
-        )
+        """A text for each sample, the marks of its first tokens with it. `added`: of a turn's prompt what it adds to the turn before."""
+        found = recorded(connection, sample_ids)
+        known = {one: row for one, row in found.items() if not row.why}
+        groups = list(dict.fromkeys(row.group_id for row in known.values()))
+        why = ""
         try:
-            said, pieces = texts.read(tokenizer, ids, logprobs, self._ask) if asked else ([], [])
+            prompts = contents_of_prompts(connection, groups, added=added)
+        except LedgerError as error:
+            prompts, why = {}, f"({error.cause})"
+        ids = [unpack_tokens(prompts.get(one, b"")[: 4 * _MOST_TEXT]) for one in groups]
+        ids += [unpack_tokens(row.tokens[: 4 * _MOST_TEXT]) for row in known.values()]
+        most = min(_MOST_HEAT, _MOST_MARKS // max(1, len(known)))
+        marked = {
+            len(groups) + i: (
+                unpack_logprobs(row.logprobs[: 4 * most]),
+                unpack_differences(row.differences[: 2 * most]),
+            )
+            for i, row in enumerate(known.values())
+            if row.tokens
+        }
+        try:
+            said, pieces, rest = texts.read(tokenizer, ids, marked, self._ask) if ids else ([], {}, {})
         except ConfigError as error:
             said = [clean(f"({error.cause}; ids:) {' '.join(map(str, some))}", _MOST_TEXT) for some in ids]
-            pieces = []
-        pairs = iter(list(zip(said[::2], said[1::2], strict=True)))
-        read = []
-        for one in found:
-            if not isinstance(one, Read):
-                prompt, completion = next(pairs)
-                one = Read(clean(prompt, _MOST_TEXT), clean(completion, _MOST_TEXT), tuple(pieces))
-            read.append(one)
-        return read
+            pieces, rest = {}, {}
+        prompt_of = {one: clean(why or text, _MOST_TEXT) for one, text in zip(groups, said, strict=False)}
+        at = dict(zip(known, range(len(groups), len(ids)), strict=True))
+        return [
+            Read(
+                prompt_of.get(known[one].group_id, ""),
+                clean(said[at[one]], _MOST_TEXT),
+                pieces.get(at[one], ()),
+                rest.get(at[one], ""),
+            )
+            if one in known
+            else Read("", clean(f"({found[one].why if one in found else 'it was purged'})", _MOST_TEXT))
+            for one in sample_ids
+        ]
 
     def containing(
         self, connection: sa.Connection, wanted: str, sample_ids: Sequence[int], tokenizer: str
@@ -321,17 +341,9 @@ class Contents:
             if left <= 0:
                 break
             known |= _completions(connection, sample_ids[first : first + _MOST_NAMED], left)
-        hits = texts.containing(tokenizer, list(known.values()), wanted) if known else {}
+        hits = texts.containing(tokenizer, list(known.values()), wanted, self._ask) if known else {}
         places = list(known)
         return {places[place]: clean(text) for place, text in hits.items()}, len(known)
-
-
-def _recorded(connection: sa.Connection, sample_id: int) -> Any:
-    """Token ids and logprobs; a `Read` that says why not, where they cannot be read."""
-    try:
-        return json.loads(tokens.shown(connection, sample_id, "json"))
-    except ScavengerError as error:
-        return Read("", clean(f"({error.cause})", _MOST_TEXT))
 
 
 def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int) -> dict[int, list[int]]:
@@ -369,9 +381,10 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
     found = ask(connection, sql)
     tokenizer = _tokenizer(connection, first["run_id"])
     read = contents.read(connection, [row["sample_id"] for row in found], tokenizer)
-    chunks = filled_list(questions.CHUNKS, "samples", [row["sample_id"] for row in found])
     said = tuple(
-        Text(f"sample {row['sample_id']}", sample_link(row), _facts(row), one.completion)
+        Text(
+            f"sample {row['sample_id']}", sample_link(row), _facts(row), one.completion, one.pieces, one.rest
+        )
         for row, one in zip(found, read, strict=True)
     )
     return Page(
@@ -382,10 +395,31 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
                 filled(questions.PROMPT, group_id=group_id),
                 texts=(Text("", "", f"{first['prompt_tokens']} tokens", read[0].prompt),),
             ),
-            Panel("Completions", f"{sql}\n\n{chunks}", f"{len(found)} of {first['n']}", texts=said),
+            Panel(
+                "Completions",
+                f"{sql}\n\n{_marked_sql([row['sample_id'] for row in found])}",
+                f"{len(found)} of {first['n']}",
+                texts=said,
+                marks=_marks_of(read, "none"),
+            ),
         ),
         ((f"Run {first['run_id']}", f"/runs/{first['run_id']}"), step_of(first)),
     )
+
+
+def _marked_sql(sample_ids: Sequence[int]) -> str:
+    """What reads completions with the marks of their tokens."""
+    return "\n\n".join(
+        filled_list(sql, "samples", sample_ids) for sql in (questions.MARKED, questions.DIFFERENCES)
+    )
+
+
+def _marks_of(read: Sequence[Read], first: str) -> tuple[str, ...]:
+    """How they may be marked, `first` as the page opens: by differences where any has some."""
+    if not any(one.pieces for one in read):
+        return ()
+    apart = any("engine" in piece.title for one in read for piece in one.pieces)
+    return (first, *(one for one in MARKS if one != first and (apart or one != "apart")))
 
 
 def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Page:
@@ -409,8 +443,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
     ]
     ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
     (read,) = contents.read(connection, [sample_id], _tokenizer(connection, found["run_id"]))
-    likely = (Text("", "", "", "", read.pieces),) if read.pieces else ()
-    said = filled(questions.TOKENS, sample_id=sample_id)
+    said = _marked_sql([sample_id])
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
         step_of(found),
@@ -432,16 +465,9 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
                 f"{filled(questions.PROMPT, group_id=found['group_id'])}\n\n{said}",
                 texts=(
                     Text("prompt", "", "", read.prompt),
-                    Text("completion", "", _facts(found), read.completion),
+                    Text("completion", "", _facts(found), read.completion, read.pieces, read.rest),
                 ),
-            ),
-            Panel(
-                "How likely each token was",
-                said,
-                f"by the engine, as sampled: marked below {', '.join(map(str, texts.LEVELS))}; a mark's title is the probability; "
-                f"the first {_MOST_HEAT:,} tokens",
-                texts=likely,
-                empty="" if likely else "not known without the tokens and the run's tokenizer",
+                marks=_marks_of([read], "likely"),
             ),
             _mismatch(connection, sample_id),
             table_of("What became of it", ended, ask(connection, ended)),
@@ -451,27 +477,34 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
 
 
 def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
-    """How far trainer and engine differed in the step that learned from a sample: the ledger knows no trainer's probability of a token."""
-    sql = filled(questions.LEARNED, sample_id=sample_id)
-    found = ask(connection, sql)
+    """How far trainer and engine differed: over this sample's tokens, and over those of the step that learned from it."""
+    sql, own = filled(questions.LEARNED, sample_id=sample_id), filled(questions.APART, sample_id=sample_id)
+    found, apart = ask(connection, sql), ask(connection, own)
     metrics = metrics_of(found[0]) if found else {}
     rows = [
-        {"metric": name, "nats": metrics[name], "of": of}
+        {
+            "metric": "mean",
+            "nats": row["mean"],
+            "of": f"this sample's {row['n_tokens']:,} tokens, step {row['step']}",
+        }
+        for row in apart
+    ]
+    rows += [
+        {"metric": name, "nats": metrics[name], "of": f"step {found[0]['step']}'s tokens: {of}"}
         for name, of in (
-            ("mismatch_k3", "mean over the step's tokens (k3, an estimate of the KL divergence)"),
-            ("mismatch_p99", "99th percentile of a token's difference of log-probabilities"),
-            ("mismatch_max", "greatest difference of any token"),
+            ("mismatch_k3", "the mean of k3, an estimate of the KL divergence"),
+            ("mismatch_p99", "what 99 % of the differences of log-probabilities do not exceed"),
+            ("mismatch_max", "the greatest"),
         )
         if name in metrics
     ]
-    note = (
-        f"in step {found[0]['step']}, which learned from it; over all tokens of the step. " if found else ""
-    )
     table = table_of(
         "How far trainer and engine differed",
-        sql,
+        f"{own}\n\n{sql}",
         rows,
-        note=f"{note}The trainer's own probability of each token is not in the ledger, so it cannot be marked in the text.",
+        note=""
+        if apart
+        else "Of each token it is not known here: the ledger keeps it of the share of groups that monitor.token_differences names.",
     )
     return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
 
@@ -486,28 +519,28 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     ]
     tokenizer = _tokenizer(connection, run_id)
     ids = [row["sample_id"] for row in found]
-    read = contents.read(connection, ids, tokenizer, [row["prefix_len"] for row in found])
+    read = contents.read(connection, ids, tokenizer, added=True)
     asked = filled(questions.TOOL_CALLS, episode_id=episode_id, most=questions.MOST_CALLS)
     calls = ask(connection, asked)
     # Of a turn of several samples its last one says which tools came after it.
     last = {row["number"]: row["sample_id"] for row in found}
-    said = tuple(
-        text
-        for row, one in zip(found, read, strict=True)
-        for text in (
-            Text(
-                f"before turn {row['number']}: task, tools and agent",
-                "",
-                clean(
-                    f"{row['added_tokens']:,} of {row['prompt_tokens']:,} prompt tokens are new"
-                    + (
-                        f"; {charts.number(row['between_s'])} s after the turn before"
-                        if row["between_s"] is not None
-                        else ""
-                    )
-                ),
-                one.prompt,
-            ),
+    said, before = list[Text](), None
+    for row, one in zip(found, read, strict=True):
+        if row["number"] != before:  # the samples of a turn have one prompt
+            between = f"; {charts.number(row['between_s'])} s after the turn before"
+            said.append(
+                Text(
+                    f"before turn {row['number']}: task, tools and agent",
+                    "",
+                    clean(
+                        f"{row['added_tokens']:,} of {row['prompt_tokens']:,} prompt tokens are new"
+                        + (between if row["between_s"] is not None else "")
+                    ),
+                    one.prompt,
+                )
+            )
+        before = row["number"]
+        said.append(
             Text(
                 f"turn {row['number']}, sample {row['sample_id']}",
                 sample_link(row),
@@ -517,9 +550,10 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
                     _MOST_FACTS,
                 ),
                 one.completion,
-            ),
+                one.pieces,
+                one.rest,
+            )
         )
-    )
     return Page(
         f"Episode {episode_id}",
         (
@@ -531,7 +565,12 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
                 note="of tools whose effects are outside, and which the agent's gateway asked for it; others leave only what they added to "
                 "the next turn's prompt",
             ),
-            Panel("Turn by turn", f"{sql}\n\n{filled_list(questions.CHUNKS, 'samples', ids)}", texts=said),
+            Panel(
+                "Turn by turn",
+                f"{sql}\n\n{_marked_sql(ids)}",
+                texts=tuple(said),
+                marks=_marks_of(read, "none"),
+            ),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
     )

@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.printable import printable
 from scavenger.web import charts
+from scavenger.web.texts import Piece
 
 Row = Mapping[str, Any]
 _MOST_CELL = 160
@@ -36,19 +37,21 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A completion or a prompt with what is known of it. `pieces`: (text, level of the mark, title), drawn in place of `body`."""
+    """A completion or a prompt with what is known of it. `pieces` are drawn in place of as much of `body` as they are of: its `rest`
+    follows them."""
 
     title: str
     href: str
     facts: str
     body: str
-    pieces: tuple[tuple[str, int, str], ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    rest: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
     """What is shown of one statement. `choices`: (name, path, is chosen). `search`: the path that gets what a reader looks for, who looked
-    for `wanted` last.
+    for `wanted` last. `marks`: how the pieces of its texts may be marked, the first as it begins: of "none", "likely", "apart".
     """
 
     title: str
@@ -62,6 +65,7 @@ class Panel:
     empty: str = ""
     search: str = ""
     wanted: str = ""
+    marks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,8 +164,15 @@ EVALUATION_GROUPS = GROUPS.replace("of a train step", "of an evaluation").replac
 CHUNKS = """-- The tokens of some samples, packed int32.
 SELECT sample_id, tokens FROM chunks WHERE sample_id IN ({samples}) ORDER BY sample_id, start_len"""
 
-TOKENS = """-- The tokens of one sample, packed int32, with their logprobs, packed float32.
-SELECT start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHERE sample_id = {sample_id} ORDER BY start_len"""
+MARKED = """-- The tokens of some samples, packed int32, with the engine's logprobs, packed float32.
+SELECT sample_id, start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHERE sample_id IN ({samples})
+ORDER BY sample_id, start_len"""
+
+DIFFERENCES = """-- The trainer's logprob less the engine's of each token of some samples, packed float16; of each step that trained them.
+SELECT sample_id, step, attempt, n_tokens, mean, differences FROM token_differences WHERE sample_id IN ({samples}) ORDER BY id"""
+
+APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of each step that trained it.
+SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id"""
 
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jinja2
 
+from scavenger.web import texts
 from scavenger.web.panels import Page
 
 HERE = Path(__file__).parent
@@ -21,6 +22,7 @@ _TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
 )
+_TEMPLATES.globals.update(levels=texts.LEVELS, apart=texts.APART)
 #: One page of the file shows at a time: the one that the address names after `#`, else the first.
 _ONE_AT_A_TIME = """
 main { display: none; } main:target { display: block; }

@@ -2,8 +2,9 @@
 
     parent: texts.read(path, samples)  --JSON-->  python -m scavenger.web.texts  --JSON-->  texts
 
-The child has bounds of memory and CPU time, and its texts are cut to length there. One child a page; the pages are cached. An export of
-thousands of pages keeps its child (`Child`), whose CPU time is bounded for each of them.
+The child has bounds of memory and CPU time, and its texts are cut to length there. A server's children stay for the next page with the
+same file (`Children`), since a Python that starts takes longer than the texts of a page; an export of thousands of pages has one
+(`Child`). CPU time is bounded for each request.
 
 Boundary: the process that a foreign file may end.
 """
@@ -20,10 +21,12 @@ import resource
 import selectors
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, Self
 
 from scavenger.errors import ConfigError
 from scavenger.ledger.read.tokenizer import load_tokenizer
@@ -33,6 +36,10 @@ from scavenger.printable import printable
 MOST_TEXT, MOST_PIECES, MOST_PIECE = 6_000, 2_000, 200
 #: Least probability of each level of the marks: a token below the last is of level 3.
 LEVELS = (0.5, 0.1, 0.01)
+#: Nats by which trainer and engine differ at each level of the other marks.
+APART = (0.02, 0.1, 0.5)
+#: Children that a server keeps while they have nothing to do, and for how long.
+MOST_IDLE, IDLE_S = 3, 60.0
 #: Tries with a tokenizer that the one child of an export does not survive.
 MOST_LOST = 2
 CPU_S, WALL_S, MEMORY = 10, 20.0, 2 << 30
@@ -40,7 +47,19 @@ _AROUND = 60
 # -P: else modules of the folder that we run in come first.
 _ARGV, _MANY = (sys.executable, "-P", "-m", "scavenger.web.texts"), "many"
 
-Piece = tuple[str, int, str]
+
+class Piece(NamedTuple):
+    """A token, or several that are a character together. `level`: of how unlikely it was, 0 to 3. `apart`: of how much likelier the trainer
+    finds it than the engine, -3 to 3, 0 where that is little or not known. `title`: both in numbers."""
+
+    text: str
+    level: int
+    apart: int
+    title: str
+
+
+#: Of a completion's first tokens: logprobs, and as many differences (trainer less engine), or none where they are not known.
+Marked = tuple[Sequence[float], Sequence[float]]
 
 
 class Ask(Protocol):
@@ -50,39 +69,58 @@ class Ask(Protocol):
 
 
 def read(
-    tokenizer: str, texts: Sequence[Sequence[int]], logprobs: Sequence[float] = (), ask: Ask | None = None
-) -> tuple[list[str], list[Piece]]:
-    """(a text for each of `texts`, pieces of the last one with the level of its mark and the probability). All printable and cut.
+    tokenizer: str,
+    texts: Sequence[Sequence[int]],
+    marked: Mapping[int, Marked] = MappingProxyType({}),
+    ask: Ask | None = None,
+) -> tuple[list[str], dict[int, tuple[Piece, ...]], dict[int, str]]:
+    """(a text for each of `texts`; by their places, pieces of those that are `marked`, and what follows these). All printable and cut.
 
-    `logprobs`: of the last one's first tokens. Raises `ConfigError` where the tokenizer cannot be used.
+    Raises `ConfigError` where the tokenizer cannot be used.
     """
-    request = {"tokenizer": tokenizer, "texts": texts, "logprobs": [_number(x) for x in logprobs]}
-    found = (ask or _asked)(request)
-    pieces = [(str(text), int(level), str(said)) for text, level, said in found["pieces"]]
-    return [str(text) for text in found["texts"]], pieces
+    numbers = {str(at): [[_number(x) for x in some] for some in of] for at, of in marked.items()}
+    found = (ask or _asked)({"tokenizer": tokenizer, "texts": texts, "marked": numbers})
+    pieces = {
+        int(at): tuple(
+            Piece(str(text), int(level), int(apart), str(said)) for text, level, apart, said in some
+        )
+        for at, some in found["pieces"].items()
+    }
+    rest = {int(at): str(text) for at, text in found["rest"].items()}
+    return [str(text) for text in found["texts"]], pieces, rest
 
 
-def containing(tokenizer: str, texts: Sequence[Sequence[int]], wanted: str) -> dict[int, str]:
+def containing(
+    tokenizer: str, texts: Sequence[Sequence[int]], wanted: str, ask: Ask | None = None
+) -> dict[int, str]:
     """The text around `wanted`, whatever the case, of each of `texts` that has it, by its place. Raises `ConfigError` as `read`."""
-    found = _asked({"tokenizer": tokenizer, "texts": texts, "wanted": wanted})
+    found = (ask or _asked)({"tokenizer": tokenizer, "texts": texts, "wanted": wanted})
     return {int(place): str(text) for place, text in found["found"].items()}
 
 
 def probabilities(
-    ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[list[int]], str]
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    decode: Callable[[list[int]], str],
+    differences: Sequence[float] = (),
 ) -> list[Piece]:
-    """(text, level, probability) of a completion. Tokens that are characters only together are one piece, with the least likely one's
-    level."""
-    pieces, held = [], list[tuple[int, float]]()
-    for at, one in enumerate(zip(ids, logprobs, strict=True), 1):
+    """Of a completion. Tokens that are characters only together are one piece, with the least likely one's level, and that of the greatest
+    difference."""
+    pieces, held = [], list[tuple[int, float, float]]()
+    for at, one in enumerate(zip(ids, logprobs, differences or [math.nan] * len(ids), strict=True), 1):
         held.append(one)
-        text = decode([token for token, _ in held])
+        text = decode([token for token, *_ in held])
         if text.endswith("\ufffd") and len(held) < 8 and at < len(ids):
             continue
-        likely = [math.exp(min(0.0, logprob)) for _, logprob in held if not math.isnan(logprob)]
+        likely = [math.exp(min(0.0, logprob)) for _, logprob, _ in held if not math.isnan(logprob)]
         level = sum(min(likely, default=1.0) < bound for bound in LEVELS)
         said = ", ".join(f"{value:.3g}" for value in likely) or "not known"
-        pieces.append((printable(text[:MOST_PIECE]), level, said))
+        apart = [value for *_, value in held if not math.isnan(value)]
+        most = max(apart, key=abs, default=0.0)
+        if apart:
+            said += f"; trainer - engine {', '.join(f'{value + 0.0:+.3g}' for value in apart)}"
+        side = sum(abs(most) >= bound for bound in APART) * (-1 if most < 0 else 1)
+        pieces.append(Piece(printable(text[:MOST_PIECE]), level, side, said))
         held = []
     return pieces
 
@@ -128,7 +166,10 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
+
+    def __del__(self) -> None:
+        self.end()  # of a server that was dropped, not stopped
 
     def __call__(self, request: dict[str, Any], /) -> Any:
         tokenizer = request["tokenizer"]
@@ -150,15 +191,62 @@ class Child:
         try:
             return dict(json.loads(_exchanged(self._process, line, time.monotonic() + WALL_S)))
         except (TimeoutError, OSError, ValueError):
-            self._end()
+            self.end()
             return {}
 
-    def _end(self) -> None:
+    def end(self) -> None:
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(OSError):  # what it did not read is lost with it
                 self._process.communicate()
             self._process = None
+
+
+class Children:
+    """Children that stay for a server's next page, each for one tokenizer's file as it is now: what one run's file does to its child is in
+    no text of another. Of many threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock, self._closed = clock, threading.Lock(), False
+        self._idle: list[tuple[object, Child, float]] = []  # the longest idle one first
+
+    def __call__(self, request: dict[str, Any], /) -> Any:
+        key = _file(request["tokenizer"])
+        with self._lock:
+            at = next((at for at, (of, *_) in enumerate(self._idle) if of == key), None)
+            child = self._idle.pop(at)[1] if at is not None else Child()
+        try:
+            reply = child(request)
+        except BaseException:
+            child.end()
+            raise
+        with self._lock:
+            self._idle.append((key, child, self._clock()))
+        self.tidy()
+        return reply
+
+    def tidy(self) -> None:
+        """End those that are too many, or have had nothing to do for long."""
+        with self._lock:
+            since = self._clock() - IDLE_S
+            keep = [] if self._closed else [one for one in self._idle if one[2] > since][-MOST_IDLE:]
+            gone = [child for key, child, at in self._idle if (key, child, at) not in keep]
+            self._idle = keep
+        for child in gone:
+            child.end()
+
+    def close(self) -> None:
+        self._closed = True
+        self.tidy()
+
+
+def _file(path: str) -> object:
+    """Which file is there; nothing is opened."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return path, None
+    return path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _exchanged(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
@@ -240,9 +328,19 @@ def _replied(request: dict[str, Any]) -> dict[str, Any]:
             if hit is not None:
                 hits[place] = printable(text[max(0, hit.start() - _AROUND) : hit.end() + _AROUND][:MOST_TEXT])
         return {"found": hits}
-    logprobs = [float(x) for x in request["logprobs"][:MOST_PIECES]]
-    pieces = probabilities(texts[-1][: len(logprobs)], logprobs, decode) if logprobs else []
-    return {"texts": [printable(decode(ids)[: MOST_TEXT + 1]) for ids in texts], "pieces": pieces}
+    pieces, rest = dict[str, list[Piece]](), {}
+    for at, some in request["marked"].items():
+        logprobs, differences = ([float(x) for x in of[:MOST_PIECES]] for of in some)
+        ids, n = texts[int(at)], len(logprobs)
+        pieces[at] = probabilities(ids[:n], logprobs, decode, differences)
+        left = max(0, MOST_TEXT - sum(len(piece.text) for piece in pieces[at]))
+        after = printable(decode(ids[n:])[: left + 1]) if ids[n:] else ""
+        rest[at] = after if len(after) <= left else f"{after[:left]}\u2026"
+    return {
+        "texts": [printable(decode(ids)[: MOST_TEXT + 1]) for ids in texts],
+        "pieces": pieces,
+        "rest": rest,
+    }
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from tests.ledger.examples import (
 
 class _NoContents(pages.Contents):
     def read(
-        self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, skip: Sequence[int] = ()
+        self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, *, added: bool = False
     ) -> list[pages.Read]:
         return [pages.Read("", f"text of {one}") for one in sample_ids]
 
@@ -412,10 +412,22 @@ def test_a_sample_says_how_far_trainer_and_engine_differed_in_its_step(url: str)
         ("mismatch_p99", "0.25"),
         ("mismatch_max", "1.5"),
     ]
-    assert panel.note.startswith("in step 1, which learned from it")
-    assert "probability of each token is not in the ledger" in panel.note
+    assert {row["of"].partition(":")[0] for row in table(panel)} == {"step 1's tokens"}
+    assert "of the share of groups that monitor.token_differences names" in panel.note
     nothing = panels(held_out)["How far trainer and engine differed"]
     assert (nothing.body, nothing.empty) == ((), "no step that learned from it says so")
+
+
+def test_a_sample_s_own_difference_is_shown_with_its_step_s_and_each_attempt_has_one(url: str) -> None:
+    apart = [r.DifferencesRecorded(11, 1, attempt, 9, 0.25 * attempt, bytes(18)) for attempt in (1, 2)]
+    written(url, [prologue(), moved_group(), preempted(), consumed(), apart])
+    (page,) = asked_of(url, lambda c: pages.sample(c, _NoContents(), 11))
+    panel = panels(page)["How far trainer and engine differed"]
+    assert [tuple(one.values()) for one in table(panel)] == [
+        ("mean", "0.25", "this sample's 9 tokens, step 1"),
+        ("mean", "0.5", "this sample's 9 tokens, step 1"),
+    ]
+    assert panel.note == ""
 
 
 def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user(url: str) -> None:

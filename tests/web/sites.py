@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from scavenger import config
 from scavenger.ledger import records as r
-from tests.ledger.examples import an_episode, evaluated
+from tests.ledger.examples import an_episode, apart, evaluated
 from tests.top import sites
 
 
@@ -44,7 +44,10 @@ def hostile_episode() -> list[r.Record]:
 
 def ledger(folder: Path, *, evil: bool = False, more: Sequence[list[r.Record]] = ()) -> str:
     """Its URL."""
-    own = [*sites.hostile(), hostile_episode()] if evil else [*sites.records(), an_episode(), evaluated()]
+    differences: list[r.Record] = [r.DifferencesRecorded(11, 1, 1, 9, 0.5, apart(9))]
+    own = [*sites.records(), an_episode(), evaluated(), differences]
+    if evil:
+        own = [*sites.hostile(), hostile_episode()]
     records = [*own, *more]
     path = str(tokenizer(folder))
     named = [

@@ -75,7 +75,7 @@ def test_a_reader_goes_from_a_run_to_a_token_by_keyboard(browser: Browser, serve
         page.get_by_role("link", name=name, exact=True).first.focus()
         page.keyboard.press("Enter")
         expect(page.locator("h1")).to_have_text(heading)
-    expect(page.locator(".p3").first).to_have_attribute("title", "0.00409")
+    expect(page.locator("pre .p3").first).to_have_attribute("title", "0.00409; trainer - engine +1.25")
     page.go_back()
     page.go_back()
     page.get_by_label("Text").fill("w11003")
@@ -123,6 +123,48 @@ def test_many_pages_keep_no_other_one_from_loading_and_one_that_is_seen_again_is
     assert complaints == []
 
 
+@pytest.mark.parametrize("page_of", ["/samples/11", "/groups/10"])
+def test_the_reader_chooses_what_marks_the_tokens_and_keeps_it_when_the_page_is_renewed(
+    browser: Browser, tmp_path: Path, page_of: str
+) -> None:
+    """By keyboard. The fourth token is 0.03 likely, and three quarters of a nat likelier to the trainer; the third is less likely to it."""
+    complaints: list[str] = []
+
+    def colour(page: Page, token: int) -> str:
+        one = page.locator(f'span[title*="engine"]:text("<w{token}>")')
+        return str(one.evaluate("e => getComputedStyle(e).backgroundColor"))
+
+    clear = "rgba(0, 0, 0, 0)"
+    url = ledger(tmp_path)
+    with serving(url, TOKEN) as port:
+        context = browser.new_context(base_url=f"http://127.0.0.1:{port}")
+        page = opened(context, complaints)
+        page.goto(f"/?token={TOKEN}")
+        page.goto(page_of)
+        page.get_by_role("radio", name="none").check()
+        assert {colour(page, 11_000 + i) for i in range(9)} == {clear}
+        expect(page.locator(".key:visible")).to_have_count(0)
+        page.get_by_role("radio", name="how likely each token was").check()
+        likely = [colour(page, 11_000 + i) for i in range(9)]
+        assert likely[0] == clear
+        assert len(set(likely)) == 4, "as many marks as levels"
+        page.keyboard.press("ArrowLeft" if page_of == "/samples/11" else "ArrowRight")
+        page.get_by_role("radio", name="trainer - engine").check()
+        expect(page.locator(".key.apart")).to_be_visible()
+        apart = [colour(page, 11_000 + i) for i in range(9)]
+        assert apart[0] == clear
+        assert len({apart[1], apart[2], apart[3]} - {clear}) == 3, "two sides, and two strengths of one"
+        assert apart[3] == apart[5]
+        assert apart[2] == apart[4] != apart[3]
+        assert Axe().run(page).violations_count == 0
+        page.locator("body").evaluate("() => document.activeElement.blur()")
+        page.evaluate("() => renew()")
+        expect(page.get_by_role("radio", name="trainer - engine")).to_be_checked()
+        assert [colour(page, 11_000 + i) for i in range(9)] == apart
+        context.close()
+    assert complaints == []
+
+
 def test_the_sql_of_a_panel_is_copied(browser: Browser, served: str) -> None:
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
@@ -156,6 +198,8 @@ def test_the_file_shows_one_page_at_a_time_from_the_disk(browser: Browser, tmp_p
     assert page.locator("main:visible h1").all_inner_texts() == ["Step 1"]
     page.locator("main:visible").get_by_role("link", name="11", exact=True).first.click()
     assert page.locator("main:visible h1").all_inner_texts() == ["Sample 11"]
+    page.locator("main:visible").get_by_role("radio", name="trainer - engine").check()
+    expect(page.locator("main:visible .key.apart")).to_be_visible()
     assert Axe().run(page).violations_count == 0
     context.close()
     assert complaints == []

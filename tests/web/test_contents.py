@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
+import psutil  # type: ignore[import-untyped]
 import sqlalchemy as sa
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders
@@ -45,9 +46,23 @@ def test_a_token_s_mark_says_how_likely_it_was() -> None:
     logprobs = [math.log(p) for p in (1.0, 0.5, 0.49, 0.1, 0.05, 0.001)] + [-math.inf, math.nan]
     pieces = texts.probabilities(range(8), logprobs, lambda some: "".join(map(word, some)))
     assert [text for text, *_ in pieces] == [word(i) for i in range(8)]
-    assert [level for _, level, _ in pieces] == [0, 0, 1, 1, 2, 3, 3, 0]
-    assert [said for *_, said in pieces][1:4] == ["0.5", "0.49", "0.1"]
-    assert pieces[-1][2] == "not known"
+    assert [one.level for one in pieces] == [0, 0, 1, 1, 2, 3, 3, 0]
+    assert [one.title for one in pieces][1:4] == ["0.5", "0.49", "0.1"]
+    assert pieces[-1].title == "not known"
+    assert {one.apart for one in pieces} == {0}
+
+
+def test_a_token_s_other_mark_says_how_far_trainer_and_engine_are_apart() -> None:
+    differences = [0.0, 0.019, 0.02, -0.1, 0.5, -7.0, math.inf, math.nan]
+    pieces = texts.probabilities(range(8), [0.0] * 8, lambda some: "".join(map(word, some)), differences)
+    assert [one.apart for one in pieces] == [0, 0, 1, -2, 3, -3, 3, 0]
+    assert pieces[3].title == "1; trainer - engine -0.1"
+    assert pieces[-1].title == "1"
+    whole = "\u20ac".encode()
+    (one,) = texts.probabilities(
+        list(whole), [0.0] * 3, lambda some: bytes(some).decode(errors="replace"), [0.01, -0.2, 0.1]
+    )
+    assert (one.apart, one.title) == (-2, "1, 1, 1; trainer - engine +0.01, -0.2, +0.1")
 
 
 def test_tokens_that_are_characters_only_together_are_one_piece() -> None:
@@ -55,7 +70,7 @@ def test_tokens_that_are_characters_only_together_are_one_piece() -> None:
     pieces = texts.probabilities(
         list(whole), [-1.0, -2.0, -9.0, -2.0, -0.1], lambda some: bytes(some).decode(errors="replace")
     )
-    assert [(text, level) for text, level, _ in pieces] == [("a", 1), ("\u20ac", 3), ("b", 0)]
+    assert [(one.text, one.level) for one in pieces] == [("a", 1), ("\u20ac", 3), ("b", 0)]
     cut = texts.probabilities(list(whole[:3]), [0.0] * 3, lambda some: bytes(some).decode(errors="replace"))
     assert [text for text, *_ in cut] == ["a", "\ufffd"], "the last one is shown though it is no character"
 
@@ -63,11 +78,42 @@ def test_tokens_that_are_characters_only_together_are_one_piece() -> None:
 def test_a_sample_s_page_marks_its_tokens(tmp_path: Path) -> None:
     client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
     said = client.get("/samples/11").text
-    # Nine tokens of probability exp(-0.5), exp(-1.5), ...
-    assert re.findall(r'class="p(\d)" title="([\d.]+)">&lt;w(\d+)', said) == [
-        (str(level), f"{math.exp(-0.5 - i):.3g}", str(11_000 + i))
-        for i, level in enumerate((0, 1, 2, 2, 2, 3, 3, 3, 3))
+    # Nine tokens of probability exp(-0.5), exp(-1.5), ..., of which the trainer's logprob is 0, +.25, -.5, +.75, ... from the engine's.
+    found = re.findall(
+        r'<span(?: class="([^"]*)")? title="([\d.]+); trainer - engine ([^"]+)">&lt;w(\d+)', said
+    )
+    marks = ["", "p1 u2", "p2 e3", "p2 u3", "p2 e3", "p3 u3", "p3 e3", "p3 u3", "p3 e3"]
+    assert found == [
+        (mark, f"{math.exp(-0.5 - i):.3g}", f"{(-1) ** (i + 1) * i / 4 + 0.0:+.3g}", str(11_000 + i))
+        for i, mark in enumerate(marks)
     ]
+    assert re.findall(r'value="(\w+)"( checked)?>', said) == [
+        ("none", ""),
+        ("likely", " checked"),
+        ("apart", ""),
+    ]
+    other = client.get("/samples/91").text
+    assert 'value="apart"' not in other, "of its tokens no difference is kept"
+    assert "monitor.token_differences" in other
+
+
+def test_a_group_s_page_marks_all_completions_as_far_as_a_page_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_MOST_MARKS", 10)
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+    said = client.get("/groups/10").text
+    assert re.findall(r'value="(\w+)"( checked)?>', said) == [
+        ("none", " checked"),
+        ("likely", ""),
+        ("apart", ""),
+    ]
+    assert re.findall(r'title="[\d.]+(; trainer)?[^>]*>&lt;w(\d+)', said) == [
+        *(("; trainer", str(11_000 + i)) for i in range(5)),
+        *(("", str(12_000 + i)) for i in range(4)),
+    ]
+    assert "&lt;w11005&gt;" in said, "what is not marked is shown all the same"
+    assert said.count("&lt;w11001&gt;") == 1
 
 
 def test_a_search_finds_the_newest_completions_that_have_the_text_whatever_its_case(tmp_path: Path) -> None:
@@ -239,19 +285,19 @@ def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_tw
     good, bad = str(tmp_path / "tokenizer.json"), str(tmp_path / "bomb.json")
     many = [11_000 + i % 9 for i in range(100_000)]  # more than a pipe holds, each way
     with texts.Child() as child:
-        assert texts.read(good, [[11_000], many], (), child) == texts.read(good, [[11_000], many])
+        assert texts.read(good, [[11_000], many], {}, child) == texts.read(good, [[11_000], many])
         for _ in range(4):
             with pytest.raises(ConfigError, match="cannot be used"):
-                texts.read(bad, [[11_000]], (), child)
+                texts.read(bad, [[11_000]], {}, child)
         assert child.started <= 3
-        assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
+        assert texts.read(good, [[11_000]], {}, child) == texts.read(good, [[11_000]])
         assert child._process is not None
         os.kill(child._process.pid, signal.SIGSTOP)  # as a host that is too busy
         monkeypatch.setattr(texts, "WALL_S", 3.0)
         with pytest.raises(ConfigError, match="or ends its process"):
-            texts.read(good, [[11_000]], (), child)
+            texts.read(good, [[11_000]], {}, child)
         monkeypatch.undo()
-        assert texts.read(good, [[11_000]], (), child) == texts.read(good, [[11_000]])
+        assert texts.read(good, [[11_000]], {}, child) == texts.read(good, [[11_000]])
 
 
 def test_a_file_is_read_by_one_connection_in_short_transactions(
@@ -355,6 +401,42 @@ def test_an_engine_that_registered_again_is_preempted_once(tmp_path: Path) -> No
         (panel,) = [one for one in pages.harm(connection).panels if "Slurm preempted" in one.title]
     said = [cell if isinstance(cell, str) else cell.text for cell in panel.body[0]]
     assert said[1:] == ["1", "1", "2", "2", "7", "0"]
+
+
+def test_a_server_s_child_stays_for_the_next_page_with_the_same_file_alone(tmp_path: Path) -> None:
+    """A Python that starts takes longer than the texts of a page; what one run's file does to its child is in no text of another."""
+    ledger(tmp_path)
+    now, path = [0.0], tmp_path / "tokenizer.json"
+    other = tmp_path / "other.json"
+    other.write_bytes(path.read_bytes())
+    children = texts.Children(lambda: now[0])
+
+    def pids() -> list[int]:
+        found = [child._process for _, child, _ in children._idle]
+        return [process.pid for process in found if process is not None]
+
+    try:
+        for _ in range(3):
+            assert texts.read(str(path), [[11_000]], {}, children)[0] == [word(11_000)]
+        (first,) = pids()
+        texts.read(str(other), [[11_000]], {}, children)
+        assert pids()[0] == first
+        assert len(pids()) == 2
+        path.write_bytes(path.read_bytes().replace(b"<w11000>", b"<n11000>"))
+        os.utime(path, ns=(1, 1))
+        assert texts.read(str(path), [[11_000]], {}, children)[0] == ["<n11000>"], "the file of now"
+        with pytest.raises(ConfigError):
+            texts.read(str(tmp_path / "none.json"), [[11_000]], {}, children)
+        assert len(pids()) == 3
+        gone = [psutil.Process(pid) for pid in pids()]
+        now[0] = texts.IDLE_S + 1
+        children.tidy()
+        assert pids() == []
+        assert psutil.wait_procs(gone, timeout=30)[1] == []
+    finally:
+        children.close()
+    texts.read(str(path), [[11_000]], {}, children)
+    assert pids() == [], "of one that is closed none stays"
 
 
 def test_a_child_leaves_a_limit_of_the_host_as_it_is() -> None:

@@ -13,9 +13,9 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
+from scavenger.ledger.read.contents import gone
 from scavenger.ledger.read.prompts import whole_prompts
 from scavenger.ledger.read.reader import Piece, join_chunks, reading
-from scavenger.ledger.read.reports import utc
 from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.ledger.store import open_readonly
 from scavenger.printable import printable
@@ -43,13 +43,8 @@ def shown(connection: sa.Connection, sample_id: int, format: Format = "ids") -> 
     """As `show`, by a connection that is open."""
     sample, pieces, prompt = _read(connection, sample_id)
     if sample["contents"] in ("dropped", "purged"):
-        at = (
-            f" at {utc(sample['purged_at'])}"
-            if sample["contents"] == "purged" and sample["purged_at"] is not None
-            else ""
-        )
         raise LedgerError(
-            f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}{at}; what happened to it is still known",
+            gone(sample_id, sample["accepted_len"], sample["contents"], sample["purged_at"]),
             "next time, let `retention` in [ledger] keep or compact them, or export the run before it is purged",
         )
     tokens, logprobs, raw_logprobs, _ = join_chunks(sample_id, pieces, sample["accepted_len"])

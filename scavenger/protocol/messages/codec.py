@@ -7,6 +7,7 @@ Boundary: bytes; the messages themselves know no frame.
 
 from __future__ import annotations
 
+import struct
 import sys
 import zlib
 from array import array
@@ -124,3 +125,10 @@ def pack_logprobs(logprobs: Iterable[float]) -> bytes:
 def unpack_logprobs(data: bytes) -> tuple[float, ...]:
     """The inverse of `pack_logprobs`."""
     return _unpack("f", data)
+
+
+def unpack_differences(data: bytes) -> tuple[float, ...]:
+    """Packed float16, as `TokenDifferences.values`."""
+    if len(data) % 2:
+        raise WireError(f"differences of {len(data)} bytes are not a multiple of 2")
+    return struct.unpack(f"<{len(data) // 2}e", data)

@@ -15,7 +15,12 @@ async function renew() {
   const reply = await fetch(location.href);
   if (!reply.ok) return;
   const page = new DOMParser().parseFromString(await reply.text(), "text/html");
-  document.getElementById("main").replaceWith(document.adoptNode(page.getElementById("main")));
+  const main = page.getElementById("main");
+  for (const one of document.querySelectorAll("#main input[type=radio]:checked")) {
+    const same = main.querySelector(`input[name="${one.name}"][value="${one.value}"]`);
+    if (same !== null) same.checked = true;
+  }
+  document.getElementById("main").replaceWith(document.adoptNode(main));
   fresh.hidden = true;
 }
 
