@@ -4,7 +4,8 @@
 
 Goals: 1 s and 1 MB a page, 2 % of a core for the viewers.
 
-The ledger is `benchmarks/top.py`'s, over 100 steps, in SQLite; the run has a tokenizer. A page is asked of a real server by HTTP, each time
+The ledger is `benchmarks/top.py`'s, over 100 steps, in SQLite; the run has a tokenizer. Completions have 32 tokens, those of the newest
+2,000 samples 500, so that a search reads a million tokens, and those of the episode too; of these each token has a difference. A page is asked of a real server by HTTP, each time
 anew: the server's cache is off (`interval_s` 0). With `--browser` a real Chromium opens it, and the time is until its load event. Then
 `--viewers` viewers follow the run's page for `--follow-s` seconds, each as a browser does: a connection for news, and the page again at
 each change; the ledger changes once a second. The share is the CPU time of the server's process, which is not the daemon's, over that time.
@@ -15,14 +16,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +34,16 @@ sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve()
 
 import httpx2  # noqa: E402  after the path, as all that follows
 import psutil  # type: ignore[import-untyped]  # noqa: E402
+import sqlalchemy as sa  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 
 from benchmarks import top  # noqa: E402
 from scavenger.ledger import store  # noqa: E402
+from scavenger.protocol.messages import pack_logprobs, pack_tokens  # noqa: E402
 
 GOAL_S, GOAL_BYTES, GOAL_SHARE = 1.0, 1_000_000, 0.02
-VOCABULARY = 1_000
+VOCABULARY, LONG, SEARCHED = 1_000, 500, 2_000
 #: Ten turns of 16 samples, each of which goes on from the first one of the turn before and called 20 tools: more than the page shows.
 EPISODE = (
     "INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at, worker) VALUES (1, 1, 'bench', 'open', '', 1, '')",
@@ -66,9 +71,33 @@ def ledger(folder: Path, samples: int) -> str:
             connection.exec_driver_sql(f"UPDATE runs SET tokenizer = '{tokenizer}'")
             for statement in EPISODE:
                 connection.exec_driver_sql(statement)
+            lengthen(connection, [*range(samples - SEARCHED + 1, samples + 1), *range(1, 161), samples // 2])
     finally:
         engine.dispose()
     return url
+
+
+def lengthen(connection: sa.Connection, sample_ids: Iterable[int]) -> None:
+    """Give these samples `LONG` tokens in one chunk each, with logprobs and differences."""
+    draw = random.Random(1)
+    for sample_id in sample_ids:
+        tokens = pack_tokens(draw.randrange(VOCABULARY) for _ in range(LONG))
+        logprobs = pack_logprobs(-draw.random() * draw.choice((0.0, 0.3, 4.0)) for _ in range(LONG))
+        apart = struct.pack(f"<{LONG}e", *(draw.gauss(0.0, 0.08) for _ in range(LONG)))
+        mine = (sample_id,)
+        connection.exec_driver_sql("DELETE FROM chunks WHERE sample_id = ?", mine)
+        connection.exec_driver_sql(
+            "INSERT INTO chunks (sample_id, epoch, start_len, n_tokens, version, worker_id, at, tokens, logprobs, raw_logprobs) "
+            "VALUES (?, 1, 0, ?, 1, 1, 1, ?, ?, ?)",
+            (sample_id, LONG, tokens, logprobs, logprobs),
+        )
+        connection.exec_driver_sql(
+            "UPDATE samples SET accepted_len = ? WHERE sample_id = ?", (LONG, sample_id)
+        )
+        connection.exec_driver_sql(
+            "INSERT INTO token_differences (sample_id, step, attempt, n_tokens, mean, differences) VALUES (?, 1, 1, ?, 0.06, ?)",
+            (sample_id, LONG, apart),
+        )
 
 
 @contextlib.contextmanager

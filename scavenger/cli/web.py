@@ -39,6 +39,9 @@ def web(
         typer.Option(help="write the pages of --run to this HTML file, and serve nothing", dir_okay=False),
     ] = None,
     run: Annotated[str, typer.Option("--run", help="name of the run for --export")] = "",
+    every_sample: Annotated[
+        bool, typer.Option("--every-sample", help="with --export: pages of samples that never moved too")
+    ] = False,
     host: Annotated[
         list[str] | None,
         typer.Option("--host", help="with --socket: a name by which a proxy asks for it; repeatable"),
@@ -54,11 +57,13 @@ def web(
     """
     if (export is None) is not (run == ""):
         raise ConfigError("--export FILE and --run NAME belong together", "give both, or none of them")
+    if every_sample and export is None:
+        raise ConfigError("--every-sample is for --export", "give --export FILE and --run NAME too")
     if root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+/?", root_path):
         raise ConfigError(f"--root-path {root_path!r} is no path", "write it as /scavenger")
     found = config.read_daemon(config_path)
     if export is not None:
-        shown = export_file.write(found.ledger_url, run, export)
+        shown = export_file.write(found.ledger_url, run, export, every_sample=every_sample)
         print(f"{export}: {len(shown)} pages, {export.stat().st_size:,} bytes, mode 0600")
         return
     try:

@@ -803,10 +803,10 @@ class MonitorSection(Section):
     is `run.name`."""
     mlflow_experiment: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
     """MLflow's experiment. It is made where it does not exist."""
-    token_differences: Share = 0.1
+    token_differences: Share = 0.05
     """Of which share of a step's groups the ledger keeps how far trainer and engine are apart at each token: `scavenger web`
-    marks them in the text ([web.md](web.md)). At least one group a step; which ones follows from the seed. 1: all; 0: none. A token
-    costs 2 bytes, beside the 12 and more that the ledger has of it anyhow."""
+    marks them in the text ([web.md](web.md)). At least one group a step; which ones follows from the seed. 1: all; 0: none. Each of
+    their tokens costs 2 bytes, beside the 13 that the ledger has of any."""
     mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02
     """The log warns of a step whose `mismatch_k3` (the mean of trainer against engines) is above this
     ([metrics.md](metrics.md)). 0: never."""

@@ -35,16 +35,21 @@ class Reader(Protocol):
 MOST_CHARS = 8_000_000
 LEFT_OUT = (
     "Not in this file: a search of the completions, prompts whose rewards changed since an earlier step, older decisions, and what is "
-    f"beyond {MOST_CHARS // 1_000_000} MB of texts and tables, of the oldest steps first. A link that is missing leads there."
+    f"beyond {MOST_CHARS // 1_000_000} MB of texts and tables, of the oldest steps first. A link that is missing leads there. "
+)
+NOT_MOVED = (
+    "Pages of {count:,} samples that never moved to another engine are left out: what they said is on their groups' and episodes' pages; "
+    "`scavenger web --export FILE --run RUN --every-sample` has them too."
 )
 
 
-def write(url: str, run: str, out: Path) -> dict[str, Page]:
+def write(url: str, run: str, out: Path, *, every_sample: bool = False) -> dict[str, Page]:
     """Write the pages of the newest run of this name to `out`, mode 0600, and give them by their paths.
 
     Those of the run, its steps and evaluations, all runs and their comparison, other users' waits and the newest decisions; then, as many
     as `MOST_CHARS` allow, each decision, the newest episodes, and of each step, the newest first, what each filter and each bin of rewards
-    keeps, its groups, samples and their episodes. Raises `ConfigError` where `out` is there, `LedgerError`.
+    keeps, its groups, its samples that moved (or, `every_sample`, all) and their episodes.
+    Raises `ConfigError` where `out` is there, `LedgerError`.
     """
     if out.exists():
         raise ConfigError(f"{out} is there already", "remove it, or name another file")
@@ -59,12 +64,13 @@ def write(url: str, run: str, out: Path) -> dict[str, Page]:
 
             ask_for(store.require_head)
             with texts.Child() as child:
-                shown = collected(ask_for, pages.Contents(child), run, MOST_CHARS)
+                found = collected(ask_for, pages.Contents(child), run, MOST_CHARS, every_sample=every_sample)
     finally:
         engine.dispose()
-    html = render.one_file(shown, f"run {clean(run, 60)}", LEFT_OUT)
+    left_out = LEFT_OUT + (NOT_MOVED.format(count=found.not_moved) if found.not_moved else "")
+    html = render.one_file(found.pages, f"run {clean(run, 60)}", left_out)
     keys.write_private(out, "".join(html).encode())
-    return shown
+    return found.pages
 
 
 class _Room:
@@ -97,8 +103,18 @@ class _Room:
         return True
 
 
-def collected(ask_for: Reader, contents: pages.Contents, run: str, most: int) -> dict[str, Page]:
-    """Pages by their paths, the run's own first. Raises `LedgerError` where there is no run of this name."""
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """Pages by their paths, the run's own first; and of how many samples there is none because they never moved."""
+
+    pages: dict[str, Page]
+    not_moved: int
+
+
+def collected(
+    ask_for: Reader, contents: pages.Contents, run: str, most: int, *, every_sample: bool = False
+) -> Collected:
+    """What a file has. Raises `LedgerError` where there is no run of this name."""
     number = ask_for(lambda c: _newest(c, run))
     steps, evaluations = (
         ask_for(functools.partial(ask, sql=filled(sql, run_id=number, most=questions.MOST_STEPS)))
@@ -133,33 +149,38 @@ def collected(ask_for: Reader, contents: pages.Contents, run: str, most: int) ->
             break
     room = _Room(ask_for, shown, most - most // 4 + some.left)
     of = {(row["step"], False) for row in steps} | {(row["step"], True) for row in evaluations}
+    not_moved = 0
     for step, evaluation in sorted(of, key=lambda one: (-one[0], one[1])):
-        if not _of_step(ask_for, room, contents, number, step, evaluation):
+        found = _found_of(ask_for, room, number, step, evaluation)
+        if not all(room.take(*page) for one in found for page in _pages_of(one, contents, every_sample)):
             break
-    return shown
+        not_moved += sum(one["kind"] == "sample" and not one["moves"] for one in found)
+        if not room.left:
+            break
+    return Collected(shown, 0 if every_sample else not_moved)
 
 
-def _of_step(
-    ask_for: Reader, room: _Room, contents: pages.Contents, run: int, step: int, evaluation: bool
-) -> bool:
-    """Take what a step's page, or its evaluation's, leads to. Whether all of it has room."""
+def _found_of(ask_for: Reader, room: _Room, run: int, step: int, evaluation: bool) -> list[Row]:
+    """The groups and samples of a step, or its evaluation, whose filters' pages are taken; none where these have no room."""
     narrowed = functools.partial(step_pages.narrowed, run_id=run, number=step, evaluation=evaluation)
     if not room.left or not room.take_all(ask_for(narrowed)):
-        return False
+        return []
     groups = questions.EVALUATION_GROUPS if evaluation else questions.GROUPS
     asked = filled(groups, run_id=run, step=step, most=questions.MOST_SAMPLES)
-    found = ask_for(functools.partial(ask, sql=asked))
-    return all(room.take(*page) for one in found for page in _pages_of(one, contents))
+    return ask_for(functools.partial(ask, sql=asked))
 
 
-def _pages_of(found: Row, contents: pages.Contents) -> Iterator[tuple[str, Callable[[sa.Connection], Page]]]:
+def _pages_of(
+    found: Row, contents: pages.Contents, every_sample: bool
+) -> Iterator[tuple[str, Callable[[sa.Connection], Page]]]:
+    """A text is on one page: an episode's where it is of one, else its group's."""
     number, episode = int(found["id"]), int(found["episode_id"])
-    if found["kind"] == "group":
-        yield f"/groups/{number}", functools.partial(pages.group, contents=contents, group_id=number)
-    else:
-        yield f"/samples/{number}", functools.partial(pages.sample, contents=contents, sample_id=number)
     if episode:
         yield f"/episodes/{episode}", functools.partial(pages.episode, contents=contents, episode_id=episode)
+    elif found["kind"] == "group":
+        yield f"/groups/{number}", functools.partial(pages.group, contents=contents, group_id=number)
+    if found["kind"] == "sample" and (found["moves"] or every_sample):
+        yield f"/samples/{number}", functools.partial(pages.sample, contents=None, sample_id=number)
 
 
 def _linked(page: Page, below: str) -> list[str]:
@@ -181,10 +202,18 @@ def _newest(connection: sa.Connection, run: str) -> int:
 
 
 def _size(page: Page) -> int:
-    """Characters of a page, about."""
+    """Characters of a page's HTML, about; but for its statements, which many pages share."""
+    drawn = sum(
+        120 * len(chart.bars) + 60 * len(chart.labels + chart.dots) + len(chart.raw) + len(chart.smooth)
+        for panel in page.panels
+        for chart in panel.charts
+    )
     texts = sum(
-        len(one.body) + len(one.rest) + sum(40 + len(piece.text) for piece in one.pieces)
+        len(one.body if not one.pieces else one.rest) + sum(34 + len(piece.text) for piece in one.pieces)
         for panel in page.panels
         for one in panel.texts
     )
-    return texts + sum(20 + len(cell.text) for panel in page.panels for row in panel.body for cell in row)
+    cells = sum(
+        20 + len(cell.text) + len(cell.href) for panel in page.panels for row in panel.body for cell in row
+    )
+    return texts + drawn + cells

@@ -418,12 +418,13 @@ def _marks_of(read: Sequence[Read], first: str) -> tuple[str, ...]:
     """How they may be marked, `first` as the page opens: by differences where any has some."""
     if not any(one.pieces for one in read):
         return ()
-    apart = any("engine" in piece.title for one in read for piece in one.pieces)
+    apart = any(";" in piece.title for one in read for piece in one.pieces)
     return (first, *(one for one in MARKS if one != first and (apart or one != "apart")))
 
 
-def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Page:
-    """One sample over the engines that had it. Raises `LedgerError` where there is none."""
+def sample(connection: sa.Connection, contents: Contents | None, sample_id: int) -> Page:
+    """One sample over the engines that had it. `contents` None: its text is on its group's page, or its episode's. Raises `LedgerError`
+    where there is none."""
     asked = filled(questions.SAMPLE, sample_id=sample_id)
     found = row_of(connection, asked, f"sample {sample_id}")
     sql = filled(questions.LEASES, sample_id=sample_id, most=questions.MOST_LEASES)
@@ -442,8 +443,7 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
         for row in leases
     ]
     ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
-    (read,) = contents.read(connection, [sample_id], _tokenizer(connection, found["run_id"]))
-    said = _marked_sql([sample_id])
+    text = _text_of(connection, contents, found)
     above = [
         (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
         step_of(found),
@@ -460,19 +460,27 @@ def sample(connection: sa.Connection, contents: Contents, sample_id: int) -> Pag
                 "Sample", asked, [found], {"group_id": group_link}, omit=("sample_id", "run_id", "episode_id")
             ),
             dataclasses.replace(table, charts=drawn),
-            Panel(
-                "Text",
-                f"{filled(questions.PROMPT, group_id=found['group_id'])}\n\n{said}",
-                texts=(
-                    Text("prompt", "", "", read.prompt),
-                    Text("completion", "", _facts(found), read.completion, read.pieces, read.rest),
-                ),
-                marks=_marks_of([read], "likely"),
-            ),
+            text,
             _mismatch(connection, sample_id),
             table_of("What became of it", ended, ask(connection, ended)),
         ),
         tuple(above),
+    )
+
+
+def _text_of(connection: sa.Connection, contents: Contents | None, found: Row) -> Panel:
+    if contents is None:
+        at = f"/episodes/{found['episode_id']}" if found["episode_id"] else group_link(found)
+        return Panel("Text", texts=(Text("prompt and completion", at, _facts(found), ""),))
+    (read,) = contents.read(connection, [found["sample_id"]], _tokenizer(connection, found["run_id"]))
+    return Panel(
+        "Text",
+        f"{filled(questions.PROMPT, group_id=found['group_id'])}\n\n{_marked_sql([found['sample_id']])}",
+        texts=(
+            Text("prompt", "", "", read.prompt),
+            Text("completion", "", _facts(found), read.completion, read.pieces, read.rest),
+        ),
+        marks=_marks_of([read], "likely"),
     )
 
 

@@ -149,11 +149,12 @@ FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id WHERE s.run_id = {ru
 ORDER BY s.sample_id DESC LIMIT {most}"""
 
 GROUPS = """-- The groups of a train step, each before its samples; with the episode of which it is a turn, 0 = none.
-SELECT 'group' AS kind, g.group_id AS id, g.group_id AS group_id, 0 AS place, COALESCE(t.episode_id, 0) AS episode_id
+SELECT 'group' AS kind, g.group_id AS id, g.group_id AS group_id, 0 AS place, COALESCE(t.episode_id, 0) AS episode_id, 0 AS moves
 FROM v_groups g LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 UNION ALL
-SELECT 'sample' AS kind, s.sample_id AS id, g.group_id AS group_id, s.sample_id AS place, COALESCE(t.episode_id, 0) AS episode_id
+SELECT 'sample' AS kind, s.sample_id AS id, g.group_id AS group_id, s.sample_id AS place, COALESCE(t.episode_id, 0) AS episode_id,
+       s.moves AS moves
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
 ORDER BY group_id, place LIMIT {most}"""

@@ -23,10 +23,10 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
 )
 _TEMPLATES.globals.update(levels=texts.LEVELS, apart=texts.APART)
-#: One page of the file shows at a time: the one that the address names after `#`, else the first.
+#: One page of the file shows at a time: the one that the address names after `#`, or a statement of, else the first.
 _ONE_AT_A_TIME = """
-main { display: none; } main:target { display: block; }
-body:not(:has(main:target)) main:first-of-type { display: block; }
+main { display: none; } main:target, main:has(:target) { display: block; }
+body:not(:has(main:target, main :target)) main:first-of-type { display: block; }
 """
 
 
@@ -40,7 +40,8 @@ def served(page: Page, prefix: str, here: str) -> str:
 
 
 def one_file(shown: Mapping[str, Page], title: str, left_out: str) -> Iterator[str]:
-    """Parts of one HTML file with all these pages by their paths; a link to any other page is plain text. No script, nothing loaded.
+    """Parts of one HTML file with all these pages by their paths; a link to any other page is plain text. No script, nothing loaded. Each
+    statement is printed once, on the first page that was made of it, and others lead there.
 
     `left_out`: what its head says of pages that are not there.
     """
@@ -50,7 +51,24 @@ def one_file(shown: Mapping[str, Page], title: str, left_out: str) -> Iterator[s
     def address(path: str) -> str:
         return f"#{path}" if path in shown else ""
 
+    known: dict[str, str] = {}
+
+    def printed(sql: str) -> list[tuple[str, str, bool]]:
+        """(the statement or its first line, where it is, whether that is here) of each statement of a panel."""
+        found = []
+        for one in filter(None, (f"{part.strip().rstrip(';')};" for part in sql.split(";\n\n"))):
+            here = one not in known
+            at = known.setdefault(one, f"q{len(known)}")
+            found.append((one if here else one.splitlines()[0].removeprefix("-- "), at, here))
+        return found
+
     pages: Iterable[tuple[str, Page]] = shown.items()
     yield from _TEMPLATES.get_template("file.html.j2").stream(
-        shown=pages, title=title, left_out=left_out, style=style, digest=digest, address=address
+        shown=pages,
+        title=title,
+        left_out=left_out,
+        style=style,
+        digest=digest,
+        address=address,
+        printed=printed,
     )

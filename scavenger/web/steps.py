@@ -198,17 +198,20 @@ def scores(
 
 def narrowed_path(here: str, chosen: str, bin_: int = -1) -> str:
     """Where the samples of the page `here` are that a filter and a bin keep."""
+    if (chosen, bin_) == ("all", -1):
+        return here
     return f"{here}?only={chosen.replace(' ', '+')}{f'&bin={bin_}' if bin_ >= 0 else ''}"
 
 
 def narrowed(
     connection: sa.Connection, run_id: int, number: int, *, evaluation: bool = False
 ) -> dict[str, Page]:
-    """What each filter of a step (or evaluation) keeps, and each bin of rewards that has samples, by their paths: the samples alone."""
+    """What each filter of a step (or evaluation) but "all" keeps, and each bin of rewards that has samples, by their paths: the samples
+    alone."""
     here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
     title = f"{'Evaluation after step' if evaluation else 'Step'} {number}"
     every = scores(connection, run_id, number, evaluation=evaluation)
-    asked = [(name, -1) for name in FILTERS] + [("all", i) for i in every.filled_bins]
+    asked = [(name, -1) for name in FILTERS if name != "all"] + [("all", i) for i in every.filled_bins]
     above = ((f"Run {run_id}", f"/runs/{run_id}"), (title, here))
     return {
         narrowed_path(here, name, i): Page(

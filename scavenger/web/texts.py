@@ -118,7 +118,7 @@ def probabilities(
         apart = [value for *_, value in held if not math.isnan(value)]
         most = max(apart, key=abs, default=0.0)
         if apart:
-            said += f"; trainer - engine {', '.join(f'{value + 0.0:+.3g}' for value in apart)}"
+            said += f"; {', '.join(f'{value + 0.0:+.3g}' for value in apart)}"
         side = sum(abs(most) >= bound for bound in APART) * (-1 if most < 0 else 1)
         pieces.append(Piece(printable(text[:MOST_PIECE]), level, side, said))
         held = []

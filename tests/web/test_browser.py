@@ -75,7 +75,7 @@ def test_a_reader_goes_from_a_run_to_a_token_by_keyboard(browser: Browser, serve
         page.get_by_role("link", name=name, exact=True).first.focus()
         page.keyboard.press("Enter")
         expect(page.locator("h1")).to_have_text(heading)
-    expect(page.locator("pre .p3").first).to_have_attribute("title", "0.00409; trainer - engine +1.25")
+    expect(page.locator("pre .p3").first).to_have_attribute("title", "0.00409; +1.25")
     page.go_back()
     page.go_back()
     page.get_by_label("Text").fill("w11003")
@@ -131,7 +131,7 @@ def test_the_reader_chooses_what_marks_the_tokens_and_keeps_it_when_the_page_is_
     complaints: list[str] = []
 
     def colour(page: Page, token: int) -> str:
-        one = page.locator(f'span[title*="engine"]:text("<w{token}>")')
+        one = page.locator(f'span[title*=";"]:text("<w{token}>")')
         return str(one.evaluate("e => getComputedStyle(e).backgroundColor"))
 
     clear = "rgba(0, 0, 0, 0)"

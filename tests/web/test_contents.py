@@ -56,13 +56,13 @@ def test_a_token_s_other_mark_says_how_far_trainer_and_engine_are_apart() -> Non
     differences = [0.0, 0.019, 0.02, -0.1, 0.5, -7.0, math.inf, math.nan]
     pieces = texts.probabilities(range(8), [0.0] * 8, lambda some: "".join(map(word, some)), differences)
     assert [one.apart for one in pieces] == [0, 0, 1, -2, 3, -3, 3, 0]
-    assert pieces[3].title == "1; trainer - engine -0.1"
+    assert pieces[3].title == "1; -0.1"
     assert pieces[-1].title == "1"
     whole = "\u20ac".encode()
     (one,) = texts.probabilities(
         list(whole), [0.0] * 3, lambda some: bytes(some).decode(errors="replace"), [0.01, -0.2, 0.1]
     )
-    assert (one.apart, one.title) == (-2, "1, 1, 1; trainer - engine +0.01, -0.2, +0.1")
+    assert (one.apart, one.title) == (-2, "1, 1, 1; +0.01, -0.2, +0.1")
 
 
 def test_tokens_that_are_characters_only_together_are_one_piece() -> None:
@@ -79,9 +79,7 @@ def test_a_sample_s_page_marks_its_tokens(tmp_path: Path) -> None:
     client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
     said = client.get("/samples/11").text
     # Nine tokens of probability exp(-0.5), exp(-1.5), ..., of which the trainer's logprob is 0, +.25, -.5, +.75, ... from the engine's.
-    found = re.findall(
-        r'<span(?: class="([^"]*)")? title="([\d.]+); trainer - engine ([^"]+)">&lt;w(\d+)', said
-    )
+    found = re.findall(r'<span(?: class="([^"]*)")? title="([\d.]+); ([^"]+)">&lt;w(\d+)', said)
     marks = ["", "p1 u2", "p2 e3", "p2 u3", "p2 e3", "p3 u3", "p3 e3", "p3 u3", "p3 e3"]
     assert found == [
         (mark, f"{math.exp(-0.5 - i):.3g}", f"{(-1) ** (i + 1) * i / 4 + 0.0:+.3g}", str(11_000 + i))
@@ -108,8 +106,8 @@ def test_a_group_s_page_marks_all_completions_as_far_as_a_page_holds_them(
         ("likely", ""),
         ("apart", ""),
     ]
-    assert re.findall(r'title="[\d.]+(; trainer)?[^>]*>&lt;w(\d+)', said) == [
-        *(("; trainer", str(11_000 + i)) for i in range(5)),
+    assert re.findall(r'title="[\d.]+(;)?[^>]*>&lt;w(\d+)', said) == [
+        *((";", str(11_000 + i)) for i in range(5)),
         *(("", str(12_000 + i)) for i in range(4)),
     ]
     assert "&lt;w11005&gt;" in said, "what is not marked is shown all the same"
@@ -217,13 +215,26 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
         "/runs/1",
         "/runs/1/steps/1",
     }
-    assert ids >= {"/groups/10", "/samples/11", "/episodes/1", "/runs/1/evals/1", "/groups/90", "/samples/91"}
+    assert ids >= {"/samples/11", "/episodes/1", "/runs/1/evals/1", "/groups/90"}
+    assert not ids & {"/groups/10", "/samples/12", "/samples/91"}, (
+        "a turn's text is its episode's; they never moved"
+    )
+    assert "Pages of 3 samples that never moved" in text
+    assert "--every-sample" in text
+    assert text.count("&lt;w11003&gt;") == 1, "a text is in the file once"
+    (said,) = [panel for panel in shown["/samples/11"].panels if panel.title == "Text"]
+    assert [one.href for one in said.texts] == ["/episodes/1"]
+    assert {
+        len(text.split(one)) for one in set(re.findall(r'<pre id="q\d+"[^>]*>(.*?)</pre>', text, re.DOTALL))
+    } == {2}, "each statement is printed once"
+    every = export.write(url, "sorting", tmp_path / "every.html", every_sample=True)
+    assert {path for path in every if path not in shown} == {"/samples/12", "/samples/91", "/samples/92"}
+    assert "never moved" not in (tmp_path / "every.html").read_text(encoding="utf-8")
     assert next(iter(shown)) == "/runs/1", "the first one is what a reader sees first"
     # Each filter, and the bins that have samples, as pages of their own.
     at = "/runs/1/steps/1?only="
     narrowed = {path.removeprefix(at): page for path, page in shown.items() if path.startswith(at)}
     assert {name: [row[0].text for row in page.panels[0].body] for name, page in narrowed.items()} == {
-        "all": ["11", "12"],
         "moved": ["11"],
         "masked": [],
         "cut+off": ["12"],
@@ -235,7 +246,8 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
     assert "Not in this file: a search of the completions" in text
     links = list(map(html.unescape, re.findall(r'href="([^"]+)"', text)))
     assert {"#/runs/1/steps/1?only=all&bin=19", "#/runs/1/steps/1?only=moved", "#/decisions/1"} <= set(links)
-    assert {link.removeprefix("#") for link in links} <= ids
+    pres = set(re.findall(r'<pre id="(q\d+)"', text))
+    assert {link.removeprefix("#") for link in links} <= ids | pres
     assert "<script" not in text
     assert "http" not in re.sub(r"http-equiv", "", text), "it loads nothing"
     assert "&lt;w11003&gt;" in text
@@ -272,7 +284,7 @@ def test_one_process_reads_all_texts_of_a_file(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(subprocess, "Popen", counted)
     shown = export.write(url, "sorting", tmp_path / "x.html")
-    assert len([path for path in shown if path.startswith(("/groups", "/samples"))]) == 6
+    assert {path for path in shown if path.startswith(("/groups", "/samples", "/episodes"))} > {"/groups/90"}
     assert "&lt;w11003&gt;" in (tmp_path / "x.html").read_text(encoding="utf-8")
     assert len(started) == 1
 
@@ -329,8 +341,8 @@ def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
                 return build(connection)
 
             some, more, every = (
-                export.collected(ask_for, pages.Contents(), "sorting", most)
-                for most in (0, 1_500, export.MOST_CHARS)
+                export.collected(ask_for, pages.Contents(), "sorting", most).pages
+                for most in (0, 8_000, export.MOST_CHARS)
             )
     finally:
         engine.dispose()
