@@ -5,10 +5,11 @@
 Goals: 1 s and 1 MB a page, 2 % of a core for the viewers.
 
 The ledger is `benchmarks/top.py`'s, over 100 steps, in SQLite; the run has a tokenizer. Completions have 32 tokens, those of the newest
-2,000 samples 500, so that a search reads a million tokens, and those of the episode too; of these each token has a difference. A page is asked of a real server by HTTP, each time
-anew: the server's cache is off (`interval_s` 0). With `--browser` a real Chromium opens it, and the time is until its load event. Then
-`--viewers` viewers follow the run's page for `--follow-s` seconds, each as a browser does: a connection for news, and the page again at
-each change; the ledger changes once a second. The share is the CPU time of the server's process, which is not the daemon's, over that time.
+2,000 samples 500, so that a search reads a million tokens, and those of the episode too; of these each token has a difference.
+A page is asked of a real server by HTTP, each time anew: the server's cache is off (`interval_s` 0). With `--browser` a real Chromium
+opens it, and the time is until its load event. Then `--viewers` viewers follow the run's page for `--follow-s` seconds, each as a browser
+does: a connection for news, and the page again at each change; the ledger changes once a second. The share is the CPU time of the
+server's process, which is not the daemon's, over that time.
 """
 
 from __future__ import annotations

@@ -151,6 +151,9 @@ def collected(
     of = {(row["step"], False) for row in steps} | {(row["step"], True) for row in evaluations}
     not_moved = 0
     for step, evaluation in sorted(of, key=lambda one: (-one[0], one[1])):
+        here = shown[f"/runs/{number}/{'evals' if evaluation else 'steps'}/{step}"]
+        for path in _linked(here, "/episodes/"):
+            room.take(path, functools.partial(pages.episode, contents=contents, episode_id=_id(path)))
         found = _found_of(ask_for, room, number, step, evaluation)
         if not all(room.take(*page) for one in found for page in _pages_of(one, contents, every_sample)):
             break

@@ -39,11 +39,11 @@ SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <
 FROM v_steps s LEFT JOIN v_attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
 WHERE s.run_id = {run_id} AND s.purpose = 'train' AND s.step = {step} ORDER BY s.id DESC LIMIT {most}"""
 
-STEP_LEASES = """-- When which engine generated samples of a train step; of an attempt that began at a time, in Unix seconds.
+STEP_LEASES = """-- When which engine generated samples of a train step, or turns during it; of an attempt that began at a Unix time.
 SELECT l.worker_id, l.granted_at, COALESCE(l.ended_at, n.unix_s) AS until_at,
        CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len AS tokens
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id CROSS JOIN v_now n
-WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND l.granted_at >= {since}
+WHERE g.run_id = {run_id} AND g.purpose IN ('train', 'turn') AND g.step = {step} AND l.granted_at >= {since}
 ORDER BY l.granted_at, l.sample_id LIMIT {most}"""
 
 STEP_ENGINES = """-- Engines of a run that were there between two times, in Unix seconds.
@@ -127,6 +127,17 @@ SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN t.metrics EL
 FROM v_samples s JOIN v_steps t ON t.run_id = s.run_id AND t.purpose = 'train' AND t.step = s.ended_step AND t.attempt = s.ended_attempt
 WHERE s.sample_id = {sample_id} AND s.state = 'consumed' LIMIT 1"""
 
+STEP_EPISODES = """-- The episodes that a train step was taken with: turns that it took, their tokens, and how often one moved.
+SELECT e.episode_id, e.name, min(s.state) AS state, max(s.reward) AS reward, max(s.advantage) AS advantage,
+       count(DISTINCT t.group_id) AS turns, sum(s.accepted_len) AS tokens, sum(s.moves) AS moves, e.begun_at, e.ended_at
+FROM v_samples s JOIN v_turns t ON t.group_id = s.group_id JOIN v_episodes e ON e.episode_id = t.episode_id
+WHERE s.run_id = {run_id} AND s.ended_step = {step} AND s.state IN ('consumed', 'filtered', 'masked')
+GROUP BY e.episode_id, e.name, e.begun_at, e.ended_at ORDER BY e.episode_id LIMIT {most}"""
+
+EVALUATION_EPISODES = STEP_EPISODES.replace("a train step was taken with", "an evaluation played").replace(
+    "IN ('consumed', 'filtered', 'masked')", "= 'evaluated'"
+)
+
 EPISODES = """-- The newest episodes of a run.
 SELECT e.episode_id, e.name, e.state, e.reason, (SELECT count(*) FROM v_turns t WHERE t.episode_id = e.episode_id) AS turns, e.begun_at,
        e.ended_at
@@ -148,18 +159,20 @@ SELECT s.sample_id, s.group_id, g.purpose, g.step, s.state, s.finish, s.accepted
 FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id WHERE s.run_id = {run_id} AND s.accepted_len > 0
 ORDER BY s.sample_id DESC LIMIT {most}"""
 
-GROUPS = """-- The groups of a train step, each before its samples; with the episode of which it is a turn, 0 = none.
+GROUPS = """-- The groups of a train step, or turns of it, each before its samples; with their episode, 0 = none.
 SELECT 'group' AS kind, g.group_id AS id, g.group_id AS group_id, 0 AS place, COALESCE(t.episode_id, 0) AS episode_id, 0 AS moves
 FROM v_groups g LEFT JOIN v_turns t ON t.group_id = g.group_id
-WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
+WHERE g.run_id = {run_id} AND g.purpose IN ('train', 'turn') AND g.step = {step}
 UNION ALL
 SELECT 'sample' AS kind, s.sample_id AS id, g.group_id AS group_id, s.sample_id AS place, COALESCE(t.episode_id, 0) AS episode_id,
        s.moves AS moves
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
-WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
+WHERE g.run_id = {run_id} AND g.purpose IN ('train', 'turn') AND g.step = {step}
 ORDER BY group_id, place LIMIT {most}"""
 
-EVALUATION_GROUPS = GROUPS.replace("of a train step", "of an evaluation").replace("'train'", "'eval'")
+EVALUATION_GROUPS = GROUPS.replace("of a train step, or turns of it", "of an evaluation").replace(
+    "IN ('train', 'turn')", "= 'eval'"
+)
 
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
 CHUNKS = """-- The tokens of some samples, packed int32.

@@ -18,6 +18,7 @@ from scavenger.web.panels import (
     Row,
     ask,
     clean,
+    episode_link,
     group_link,
     may_read,
     metrics_of,
@@ -70,6 +71,7 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
     metrics = metrics_of(attempts[0]) if attempts else {}
     went = parts(metrics)
     scored = scores(connection, run_id, number, chosen, bin_)
+    played = _episodes(connection, run_id, number)
     shared = filled(
         questions.SAME_PROMPTS,
         run_id=run_id,
@@ -94,8 +96,8 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
                 empty="" if went else "the step has no metrics yet",
             ),
             _step_engines(connection, run_id, number, attempts[0] if attempts else None),
-            scored.rewards,
-            scored.samples,
+            *played,
+            *(() if played and not scored.found else (scored.rewards, scored.samples)),
             table_of("Metrics", asked, _values(metrics)),
             table_of(
                 "The same prompts before",
@@ -119,18 +121,38 @@ def evaluation(
     asked = filled(questions.EVALUATION, run_id=run_id, step=number, most=questions.MOST_RUNS)
     made = ask(connection, asked)
     scored = scores(connection, run_id, number, chosen, bin_, evaluation=True)
-    if not made and not scored.found:
+    played = _episodes(connection, run_id, number, evaluation=True)
+    if not made and not scored.found and not played:
         row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
     return Page(
         f"Evaluation after step {number}",
         (
             table_of("Evaluations", asked, made, omit=("metrics",)),
             table_of("Metrics", asked, _values(metrics_of(made[0]) if made else {})),
-            scored.rewards,
-            scored.samples,
+            *played,
+            *(() if played and not scored.found else (scored.rewards, scored.samples)),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"), (f"Step {number}", f"/runs/{run_id}/steps/{number}")),
     )
+
+
+def _episodes(
+    connection: sa.Connection, run_id: int, number: int, *, evaluation: bool = False
+) -> tuple[Panel, ...]:
+    """The agents' episodes of a step, or of the evaluation after it; no panel where there are none."""
+    of = questions.EVALUATION_EPISODES if evaluation else questions.STEP_EPISODES
+    sql = filled(of, run_id=run_id, step=number, most=questions.MOST_SAMPLES)
+    found = ask(connection, sql)
+    rewards = charts.bins([(float(row["reward"]), 1) for row in found if row["reward"] is not None])
+    table = table_of(
+        "Episodes",
+        sql,
+        found,
+        {"episode_id": episode_link, "name": episode_link},
+        note=f"at most {questions.MOST_SAMPLES}; turns and tokens are those that were taken, and the others led to nothing",
+    )
+    drawn = (charts.histogram("episodes by reward", rewards, [""] * len(rewards)),) if rewards else ()
+    return (dataclasses.replace(table, charts=drawn),) if found else ()
 
 
 def _values(metrics: Mapping[str, float]) -> list[Row]:
@@ -211,6 +233,8 @@ def narrowed(
     here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
     title = f"{'Evaluation after step' if evaluation else 'Step'} {number}"
     every = scores(connection, run_id, number, evaluation=evaluation)
+    if not every.found:
+        return {}
     asked = [(name, -1) for name in FILTERS if name != "all"] + [("all", i) for i in every.filled_bins]
     above = ((f"Run {run_id}", f"/runs/{run_id}"), (title, here))
     return {

@@ -330,6 +330,41 @@ def test_a_group_a_sample_and_a_decision_say_what_is_known_of_them(url: str) -> 
     assert json.loads(inputs.body) == {"idle": 5}
 
 
+def test_a_step_of_agents_lists_its_episodes_in_the_place_of_its_samples(url: str) -> None:
+    """Two turns of 9 and 4 tokens, of which the step took the first episode's; the other episode led to nothing."""
+    begun, turn, *_ = an_episode()
+    assert isinstance(turn, r.TurnBegun)
+    of_turns = [
+        msgspec.structs.replace(one, purpose="turn", prompt_index=one.group_id)
+        if isinstance(one, r.GroupCreated)
+        else one
+        for one in [*moved_group(), *moved_group(20, 21)]
+    ]
+    other = [
+        r.EpisodeBegun(2, 1, "sorting-2", T0 + 20),
+        msgspec.structs.replace(turn, group_id=20, episode_id=2, request=b"\7" * 32),
+    ]
+    surplus = [r.SampleEnded(i, "surplus", "", 0, 0, None, None, T0 + 12) for i in (21, 22)]
+    written(url, [prologue(), of_turns, [begun, turn, *other], preempted(), surplus, consumed()])
+    step, evaluation = asked_of(url, lambda c: steps.step(c, 1, 1), lambda c: steps.evaluation(c, 1, 1))
+    shown = panels(step)
+    assert {"Rewards", "Samples"}.isdisjoint(shown), "they would be empty"
+    (row,) = table(shown["Episodes"])
+    assert [row[name] for name in ("episode id", "name", "state", "reward", "turns", "tokens", "moves")] == [
+        "1",
+        "sorting-1",
+        "consumed",
+        "1",
+        "1",
+        "13",
+        "1",
+    ]
+    assert shown["Episodes"].body[0][0].href == "/episodes/1"
+    assert len(shown["Episodes"].charts) == 1
+    assert shown["Where each GPU's seconds went"].body, "engines that said its turns"
+    assert "Episodes" not in panels(evaluation)
+
+
 def test_an_episode_says_before_each_turn_what_was_added_and_how_long_it_took(url: str) -> None:
     """Turn 2 goes on from sample 11, which was finished 10 s after the start: 3 + 9 tokens, and two new ones 15 s later."""
     second: list[r.Record] = [
