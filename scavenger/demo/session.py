@@ -465,4 +465,5 @@ def run_document(
         "checkpoint": {"every": 20, "keep": 2},
         "eval": {"prompts": settings.eval_prompts},
         "weights": {"dtype": "float32"},
+        "monitor": {"token_differences": 1.0},  # it is short, and to be looked at
     }

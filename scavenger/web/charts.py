@@ -11,7 +11,10 @@ import math
 from collections.abc import Sequence
 
 WIDTH, HEIGHT = 1000.0, 150.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 10.0, 24.0
+#: Left of the axis are its numbers, of ten characters at most ("-1.234e-05"), and left of lanes their names, of 28: with the page's
+#: letters of 12 units each takes 8 at most.
+LEFT, RIGHT, TOP, BOTTOM, NAMES = 88.0, 12.0, 10.0, 24.0, 236.0
+MOST_NAME = 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +173,7 @@ def rows(label: str, spans: Sequence[tuple[str, float, float, str, int]]) -> Cha
     """A Gantt chart: (name, begin, end, title, tone) a row; times in seconds."""
     begin = min((a for _, a, *_ in spans), default=0.0)
     end = max((b for _, _, b, *_ in spans), default=1.0)
-    left, pitch = 190.0, 26.0
+    left, pitch = NAMES, 26.0
     height = TOP + pitch * max(1, len(spans)) + BOTTOM
     bars, labels = [], []
     for i, (name, a, b, title, tone) in enumerate(spans):
@@ -178,7 +181,7 @@ def rows(label: str, spans: Sequence[tuple[str, float, float, str, int]]) -> Cha
         x = _scale(a, begin, end, left, WIDTH - RIGHT) if end > begin else left
         x2 = _scale(b, begin, end, left, WIDTH - RIGHT) if end > begin else WIDTH - RIGHT
         bars.append(Bar(x, y + 3, round(max(2.0, x2 - x), 1), pitch - 8, title, tone % 6))
-        labels.append(Label(left - 8, y + 16, name[:28], "end"))
+        labels.append(Label(left - 8, y + 16, name[:MOST_NAME], "end"))
     labels += [Label(left, height - 6, "0 s"), Label(WIDTH - RIGHT, height - 6, span(end - begin), "end")]
     return Chart(label, height, bars=tuple(bars), labels=tuple(labels), left=left, base=height - BOTTOM)
 
@@ -227,12 +230,12 @@ def lanes(
     label: str, found: Sequence[tuple[str, Sequence[tuple[float, float, str, int]]]], begin: float, end: float
 ) -> Chart:
     """A row for each name with its (begin, end, title, tone), cut to [`begin`, `end`]; times in seconds."""
-    left, pitch = 190.0, 26.0
+    left, pitch = NAMES, 26.0
     height = TOP + pitch * max(1, len(found)) + BOTTOM
     bars, labels = [], []
     for i, (name, spells) in enumerate(found):
         y = TOP + i * pitch
-        labels.append(Label(left - 8, y + 16, name[:28], "end"))
+        labels.append(Label(left - 8, y + 16, name[:MOST_NAME], "end"))
         for a, b, title, tone in spells:
             x, x2 = (_scale(at, begin, end, left, WIDTH - RIGHT) if end > begin else left for at in (a, b))
             bars.append(Bar(x, y + 3, round(max(1.0, x2 - x), 1), pitch - 8, title, tone % 6))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -51,6 +51,19 @@ _MOST_NAMED = 500
 MARKS = ("none", "likely", "apart")
 #: Runs whose steps the overview draws.
 _DRAWN = questions.MOST_COMPARED
+#: Metrics that a page draws: those of a run with four parts of its reward, and what a reader looks at next.
+_DRAWN_METRICS = 16
+#: What is drawn behind rewards, evaluations, lengths and parts of the reward: whether it goes well, and where its time goes.
+_NEXT = (
+    "seconds",
+    "seconds_wait",
+    "staleness_mean",
+    "mismatch_k3",
+    "grad_norm",
+    "entropy",
+    "loss",
+    "effective_fraction",
+)
 
 
 # ---------------------------------------------------------------- runs
@@ -69,6 +82,27 @@ def _marks(found: Sequence[Row]) -> list[tuple[float, str]]:
         )
         for row in found
     ]
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Metrics as a reader looks at them: the reward, evaluations, the mean length, the reward's parts, what `_NEXT` names, and the rest by
+    name. Pure."""
+
+    def place(name: str) -> tuple[int, int, str]:
+        if name in _NEXT:
+            return 4, _NEXT.index(name), name
+        if name in ("reward", "length_mean"):
+            return (0 if name == "reward" else 2), 0, name
+        # How a reward is spread, and what became of it, are no parts of it.
+        part = name.startswith("reward_") and name not in (
+            "reward_std",
+            "reward_min",
+            "reward_max",
+            "reward_version",
+        )
+        return (1 if name.startswith("eval_") else 3 if part else 5), 0, name
+
+    return sorted(names, key=place)
 
 
 def _series(
@@ -120,8 +154,7 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
         sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
         found.append((row_of(connection, one, f"run {run_id}"), steps_of(connection, sql)))
         asked += [one, sql]
-    names = sorted({name for _, steps in found for row in steps[:20] for name in row["numbers"]})
-    first = [name for name in ("reward", "seconds", "seconds_wait") if name in names]
+    names = ordered({name for _, steps in found for row in steps[:20] for name in row["numbers"]})
     drawn = tuple(
         charts.compared(
             clean(name, 60),
@@ -138,7 +171,7 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
             ],
             "step",
         )
-        for name in (first + [name for name in names if name not in first])[:12]
+        for name in names[:_DRAWN_METRICS]
     )
     # A run's number stands in its statement alone: the rows are of several.
     rows = [row for row, _ in found]
@@ -171,9 +204,7 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
     left = filled(questions.MARKS, run_id=run_id, most=questions.MOST_MARKS)
     steps, marks = steps_of(connection, sql), ask(connection, left)
-    names = sorted({name for row in steps[:20] for name in row["numbers"]})
-    first = [name for name in ("reward", "seconds", "seconds_wait", "staleness_mean") if name in names]
-    chosen = (first + [name for name in names if name not in first])[:12]
+    chosen = ordered({name for row in steps[:20] for name in row["numbers"]})[:_DRAWN_METRICS]
     begin = min((row["committed_at"] for row in steps), default=0.0)
     begin = min(begin, found["created_at"])
     end = max((row["committed_at"] for row in steps), default=begin + 1)
@@ -227,7 +258,7 @@ def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: floa
     """A run's evaluations, drawn on the time axis of its steps."""
     sql = filled(questions.EVALUATIONS, run_id=run_id, most=questions.MOST_STEPS)
     found = steps_of(connection, sql)
-    names = sorted({name for row in found[:20] for name in row["numbers"]} - {"seconds", "rewards_late"})
+    names = ordered({name for row in found[:20] for name in row["numbers"]} - {"seconds", "rewards_late"})
     table = table_of(
         "Evaluations",
         sql,

@@ -290,6 +290,41 @@ def test_two_runs_of_the_overview_have_one_time_axis_and_a_preemption_is_a_mark(
     assert (left["allocation ended"], left["salvaged"], left["regenerated"]) == ("preempted", "5", "2")
 
 
+def test_metrics_come_in_the_order_in_which_they_are_looked_at() -> None:
+    names = [
+        "kl",
+        "loss",
+        "reward_std",
+        "seconds",
+        "eval_greedy",
+        "length_mean",
+        "reward",
+        "reward_format",
+        "abc",
+        "reward_answer",
+    ]
+    assert pages.ordered(names) == [
+        "reward",
+        "eval_greedy",
+        "length_mean",
+        "reward_answer",
+        "reward_format",
+        "seconds",
+        "loss",
+        "abc",
+        "kl",
+        "reward_std",
+    ]
+
+
+def test_the_longest_number_of_an_axis_has_room() -> None:
+    """With letters that are two thirds of their height wide."""
+    numbers = (-1.234e-05, -123456.7, 1.79e30, -1.79e30)
+    longest = max(len(charts.number(one)) for one in numbers)
+    assert 8 * longest <= charts.LEFT - 6
+    assert 8 * charts.MOST_NAME <= charts.NAMES - 8
+
+
 def test_metrics_are_drawn_smoothed_beside_the_measured() -> None:
     """Each value's share is .2 of its line, corrected as the first ones have none before them."""
     assert charts.smoothed([0.0, 1.0]) == pytest.approx([0.0, 0.2 / 0.36])
@@ -420,7 +455,7 @@ def test_a_run_s_evaluations_are_drawn_and_lead_to_their_samples(url: str) -> No
     (row,) = table(panel)
     assert (row["pass@1"], row["reward"], row["step"]) == ("0.5", "0.5", "1")
     assert [cell.href for cell in panel.body[0] if cell.href] == ["/runs/1/evals/1"]
-    assert [chart.label for chart in panel.charts] == ["evaluation: pass@1", "evaluation: reward"]
+    assert [chart.label for chart in panel.charts] == ["evaluation: reward", "evaluation: pass@1"]
     assert [len(chart.dots) for chart in panel.charts] == [1, 1]
     assert ids(panels(of_step)["Samples"]) == ["11", "12"], "a step's samples are those it trained"
     assert ids(panels(of_eval)["Samples"]) == ["91", "92"]

@@ -40,6 +40,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
+_CUT = """() => [...document.querySelectorAll("svg text")].filter((one) => {
+  const box = one.getBBox(), view = one.ownerSVGElement.viewBox.baseVal;
+  return box.x < 0 || box.x + box.width > view.width + 0.5;
+}).map((one) => one.textContent)"""
+
+
 def opened(context: BrowserContext, complaints: list[str]) -> Page:
     page = context.new_page()
     page.on("console", lambda message: complaints.append(f"{page.url}: {message.text}"))
@@ -62,6 +68,7 @@ def test_every_page_is_drawn_without_a_complaint_and_shuts_nobody_out(
         found = Axe().run(page)
         assert found.violations_count == 0, (path, scheme, found.generate_report())
         assert page.evaluate("document.body.scrollWidth <= innerWidth"), f"{path} is wider than the window"
+        assert page.evaluate(_CUT) == [], f"{path}: labels that their chart cuts"
     context.close()
     assert complaints == []
 
@@ -196,8 +203,15 @@ def test_the_file_shows_one_page_at_a_time_from_the_disk(browser: Browser, tmp_p
     assert page.locator("main:visible h1").all_inner_texts() == ["Run sorting"]
     page.get_by_role("link", name="1", exact=True).first.click()
     assert page.locator("main:visible h1").all_inner_texts() == ["Step 1"]
+    # A statement that several panels were made of is printed once: others lead there.
+    page.locator("main:visible summary").nth(1).click()
+    page.locator("main:visible details[open] a").first.click()
+    expect(page.locator("pre:target")).to_be_visible()
+    assert page.locator("main:visible h1").all_inner_texts() == ["Step 1"]
     page.locator("main:visible").get_by_role("link", name="11", exact=True).first.click()
     assert page.locator("main:visible h1").all_inner_texts() == ["Sample 11"]
+    page.locator("main:visible").get_by_role("link", name="prompt and completion").click()
+    assert page.locator("main:visible h1").all_inner_texts() == ["Episode 1"]
     page.locator("main:visible").get_by_role("radio", name="trainer - engine").check()
     expect(page.locator("main:visible .key.apart")).to_be_visible()
     assert Axe().run(page).violations_count == 0
