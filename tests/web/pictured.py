@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from hashlib import sha256
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def _group(group: int, begin: float) -> list[r.Record]:
             begin,
         )
     ]
-    rewards = []
+    rewards, differences = [], list[r.Record]()
     for i in range(SAMPLES):
         sample = start + i
         said = sorted(digits)
@@ -167,6 +168,9 @@ def _group(group: int, begin: float) -> list[r.Record]:
             made.append(r.LeaseEnded(sample, 2, "finished", 7, 0, over))
             left = over
         made.append(r.SampleFinished(sample, "stop", 7, left))
+        apart = [0.9 * (2 * chance("apart", group, i, place) - 1) ** 5 for place in range(7)]
+        mean = sum(map(abs, apart)) / 7
+        differences.append(r.DifferencesRecorded(sample, STEPS, 1, 7, mean, struct.pack("<7e", *apart)))
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((one - mean) ** 2 for one in rewards) / len(rewards)) or 1.0
     made.append(r.GroupDelivered(number, 1, begin + 38.0))
@@ -174,7 +178,7 @@ def _group(group: int, begin: float) -> list[r.Record]:
         r.SampleEnded(start + i, "consumed", "", STEPS, 1, one, (one - mean) / spread, begin + 45.0)
         for i, one in enumerate(rewards)
     ]
-    return made
+    return made + differences
 
 
 def _chunk(

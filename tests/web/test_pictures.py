@@ -31,17 +31,18 @@ TOKEN = "t" * 32
 
 
 class Picture(NamedTuple):
-    """A page and its window's height in pixels; `section`: of it only the part with this heading."""
+    """A page and its window's height in pixels; `section`: of it only the part with this heading. `marks`: what marks its tokens."""
 
     path: str
     height: int
     section: str = ""
+    marks: str = ""
 
 
 PICTURES = {
     "web-run": Picture("/runs/1", 720),
     "web-step": Picture("/runs/1/steps/40", 1060),
-    "web-group": Picture("/groups/20", 740),
+    "web-group": Picture("/groups/20", 740, marks="trainer - engine"),
     "web-sample": Picture("/samples/400", 920),
     # The README's: all of it is to fit on one screen.
     "web-moved": Picture("/samples/400", 920, "Engines"),
@@ -100,10 +101,13 @@ def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def drawn(page: Page, name: str, style: str = "") -> bytes:
-    path, height, section = PICTURES[name]
+    path, height, section, marks = PICTURES[name]
     page.set_viewport_size({"width": WIDTH, "height": height})
     page.goto(path)
     expect(page.locator("h1")).to_be_visible()
+    if marks:
+        page.get_by_role("radio", name=marks).check()
+        page.locator("body").evaluate("() => document.activeElement.blur()")
     if style:  # the page's own policy allows no style of others: a property is set by the browser itself
         page.evaluate(
             "(style) => { for (const e of document.querySelectorAll(style[0])) e.style.setProperty(style[1], style[2]); }",
