@@ -8,8 +8,8 @@ The ledger is `benchmarks/top.py`'s, over 100 steps, in SQLite; the run has a to
 2,000 samples 500, so that a search reads a million tokens, and those of the episode too; of these each token has a difference.
 A page is asked of a real server by HTTP, each time anew: the server's cache is off (`interval_s` 0). With `--browser` a real Chromium
 opens it, and the time is until its load event. Then `--viewers` viewers follow the run's page for `--follow-s` seconds, each as a browser
-does: a connection for news, and the page again at each change; the ledger changes once a second. The share is the CPU time of the
-server's process, which is not the daemon's, over that time.
+does: a connection for news, and the page again at each change, and with `--browser` one of them is Chromium; the ledger changes once a
+second. The share is the CPU time of the server's process, which is not the daemon's, over that time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # Not this file's folder: a benchmark in it has the name of a package.
@@ -42,6 +43,9 @@ from tokenizers.models import WordLevel  # noqa: E402
 from benchmarks import top  # noqa: E402
 from scavenger.ledger import store  # noqa: E402
 from scavenger.protocol.messages import pack_logprobs, pack_tokens  # noqa: E402
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 GOAL_S, GOAL_BYTES, GOAL_SHARE = 1.0, 1_000_000, 0.02
 VOCABULARY, LONG, SEARCHED = 1_000, 500, 2_000
@@ -131,7 +135,7 @@ def paths(samples: int) -> dict[str, str]:
         "a step, best first": f"/runs/1/steps/{last}?only=best",
         "changed since": f"/runs/1/steps/{last}/since/1",
         "runs compared": "/compare?runs=1",
-        "a group": f"/groups/{samples // 16}",
+        "a group": f"/groups/{samples // 8 - 1}",
         "a sample": f"/samples/{samples // 2}",
         "an episode": "/episodes/1",
         "a search": "/runs/1/search?q=w17",
@@ -142,28 +146,28 @@ def paths(samples: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def chromium(client: httpx2.Client) -> Iterator[Callable[[str], float]]:
-    """Opens a page in a real browser and returns the seconds until its load event."""
+def chromium(client: httpx2.Client) -> Iterator[Page]:
+    """A page of a real browser that is let in."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Root in a container has no user namespaces: Chromium's own sandbox cannot be had there.
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         bearer = {"Authorization": client.headers["Authorization"]}
-        page = browser.new_context(extra_http_headers=bearer).new_page()
-
-        def opened(path: str) -> float:
-            began = time.monotonic()
-            reply = page.goto(f"{client.base_url}{path.removeprefix('/')}", wait_until="load", timeout=60_000)
-            took = time.monotonic() - began
-            if reply is None or not reply.ok:
-                raise SystemExit(f"{path}: Chromium got {reply and reply.status}")
-            return took
-
         try:
-            yield opened
+            yield browser.new_context(base_url=str(client.base_url), extra_http_headers=bearer).new_page()
         finally:
             browser.close()
+
+
+def opened(page: Page, path: str) -> float:
+    """Seconds until the page's load event."""
+    began = time.monotonic()
+    reply = page.goto(path, wait_until="load", timeout=60_000)
+    took = time.monotonic() - began
+    if reply is None or not reply.ok:
+        raise SystemExit(f"{path}: Chromium got {reply and reply.status}")
+    return took
 
 
 def requested(client: httpx2.Client, path: str) -> float:
@@ -184,17 +188,37 @@ def viewer(client: httpx2.Client, failed: list[BaseException], over: threading.E
             failed.append(error)
 
 
-def follow(folder: Path, viewers: int, seconds: float) -> tuple[float, int]:
-    """(CPU seconds of the server over the time, changes of the ledger)."""
+class Followed(NamedTuple):
+    """`share`: of a core, of the server. `renewed`: how often a browser's page renewed itself; `complaints`: what its console said."""
+
+    share: float
+    changes: int
+    renewed: int
+    complaints: list[str]
+
+
+def follow(folder: Path, viewers: int, seconds: float, *, browser: bool) -> Followed:
+    """Have the run's page followed while its ledger changes once a second. `browser`: one of the viewers is a real one."""
     engine = store.open_engine(f"sqlite:///{folder / 'state' / 'ledger.sqlite3'}")
+    renewed, complaints = list[str](), list[str]()
     try:
-        with served(folder, 5.0) as (client, pid):
+        with served(folder, 5.0) as (client, pid), contextlib.ExitStack() as shown:
             client.get("/runs/1").raise_for_status()
+            page = shown.enter_context(chromium(client)) if browser else None
             failed: list[BaseException] = []
             over = threading.Event()
-            watching = [threading.Thread(target=viewer, args=(client, failed, over)) for _ in range(viewers)]
+            watching = [
+                threading.Thread(target=viewer, args=(client, failed, over)) for _ in range(viewers - browser)
+            ]
             for one in watching:
                 one.start()
+            if page is not None:
+                opened(page, "/runs/1")
+                page.on("console", lambda said: complaints.append(said.text))
+                page.on("pageerror", lambda error: complaints.append(str(error)))
+                page.on(
+                    "response", lambda reply: renewed.append(reply.url) if "/runs/1" in reply.url else None
+                )
             process = psutil.Process(pid)
             before, changes, due = sum(process.cpu_times()[:2]), 0, time.monotonic()
             end = due + seconds
@@ -202,15 +226,21 @@ def follow(folder: Path, viewers: int, seconds: float) -> tuple[float, int]:
                 with engine.connect() as connection, connection.begin():
                     connection.exec_driver_sql("UPDATE generations SET batch = batch + 1")
                 changes, due = changes + 1, due + 1.0
-                time.sleep(max(0.0, due - time.monotonic()))  # the load is one change a second
+                left = max(0.0, due - time.monotonic())  # the load is one change a second
+                if page is not None:
+                    page.wait_for_timeout(1000 * left)  # what the browser reports is heard meanwhile
+                else:
+                    time.sleep(left)
             share = (sum(process.cpu_times()[:2]) - before) / seconds
+            complaints = list(complaints)  # of the time, not of the end
+            shown.close()
             over.set()
             process.terminate()
             for one in watching:
                 one.join()
             if failed:
                 raise SystemExit(f"a viewer was left: {failed[0]!r}")
-            return share, changes
+            return Followed(share, changes, len(renewed), complaints)
     finally:
         engine.dispose()
 
@@ -227,12 +257,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="scv-web-") as name:
         folder = Path(name)
         ledger(folder, given.samples)
-        with served(folder, 0.0) as (client, _), contextlib.ExitStack() as opened:
-            seconds = opened.enter_context(chromium(client)) if given.browser else None
+        with served(folder, 0.0) as (client, _), contextlib.ExitStack() as shown:
+            page = shown.enter_context(chromium(client)) if given.browser else None
             for what, path in paths(given.samples).items():
                 # The first page imports and compiles: it is asked for once before.
                 size = len(client.get(path).raise_for_status().content)
-                took = [seconds(path) if seconds else requested(client, path) for _ in range(given.repeats)]
+                took = [
+                    opened(page, path) if page is not None else requested(client, path)
+                    for _ in range(given.repeats)
+                ]
                 met = statistics.median(took) <= GOAL_S and size <= GOAL_BYTES
                 missed = missed or not met
                 print(
@@ -241,13 +274,21 @@ def main() -> int:
                     flush=True,
                 )
         if given.viewers:
-            share, changes = follow(folder, given.viewers, given.follow_s)
-            met = share <= GOAL_SHARE
+            found = follow(folder, given.viewers, given.follow_s, browser=given.browser)
+            met = found.share <= GOAL_SHARE
             missed = missed or not met
             print(
-                f"{given.viewers} viewers for {given.follow_s:g} s, {changes} changes: {share:.2%} of a core  goal {GOAL_SHARE:.0%}: "
-                f"{'met' if met else 'MISSED'}"
+                f"{given.viewers} viewers for {given.follow_s:g} s, {found.changes} changes: {found.share:.2%} of a core  "
+                f"goal {GOAL_SHARE:.0%}: {'met' if met else 'MISSED'}"
             )
+            if given.browser:
+                # It looks for changes every 5 s.
+                met = found.renewed >= given.follow_s / 5 * 0.8 and not found.complaints
+                missed = missed or not met
+                print(
+                    f"Chromium among them: its page renewed itself {found.renewed} times, {len(found.complaints)} complaints of its "
+                    f"console {found.complaints[:3]}  goal: with each look, none: {'met' if met else 'MISSED'}"
+                )
     return int(missed)
 
 

@@ -44,7 +44,7 @@ _MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
 #: Tokens of one completion that are marked, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Tokens that a page of several completions marks, over all of them.
-_MOST_MARKS = 8_000
+_MOST_MARKS = 4_000
 #: Samples named in one statement.
 _MOST_NAMED = 500
 #: How a completion may be marked.

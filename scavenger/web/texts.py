@@ -11,6 +11,7 @@ Boundary: the process that a foreign file may end.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -79,7 +81,7 @@ def read(
     Raises `ConfigError` where the tokenizer cannot be used.
     """
     numbers = {str(at): [[_number(x) for x in some] for some in of] for at, of in marked.items()}
-    found = (ask or _asked)({"tokenizer": tokenizer, "texts": texts, "marked": numbers})
+    found = (ask or _asked)({"tokenizer": tokenizer, "texts": list(map(_packed, texts)), "marked": numbers})
     pieces = {
         int(at): tuple(
             Piece(str(text), int(level), int(apart), str(said)) for text, level, apart, said in some
@@ -94,7 +96,7 @@ def containing(
     tokenizer: str, texts: Sequence[Sequence[int]], wanted: str, ask: Ask | None = None
 ) -> dict[int, str]:
     """The text around `wanted`, whatever the case, of each of `texts` that has it, by its place. Raises `ConfigError` as `read`."""
-    found = (ask or _asked)({"tokenizer": tokenizer, "texts": texts, "wanted": wanted})
+    found = (ask or _asked)({"tokenizer": tokenizer, "texts": list(map(_packed, texts)), "wanted": wanted})
     return {int(place): str(text) for place, text in found["found"].items()}
 
 
@@ -123,6 +125,17 @@ def probabilities(
         pieces.append(Piece(printable(text[:MOST_PIECE]), level, side, said))
         held = []
     return pieces
+
+
+def _packed(ids: Sequence[int]) -> str:
+    """A million ids as numbers of JSON take longer than what is made of them."""
+    return base64.b64encode(array("i", ids).tobytes()).decode("ascii")
+
+
+def _ids(packed: str) -> list[int]:
+    ids = array("i")
+    ids.frombytes(base64.b64decode(packed))
+    return ids.tolist()
 
 
 def _number(value: float) -> float | str:
@@ -316,9 +329,10 @@ def _replied(request: dict[str, Any]) -> dict[str, Any]:
 
     def decode(ids: list[int]) -> str:
         # A prompt's ids are its run's: a negative one is no token, and the library would not take it.
-        return str(tokenizer.decode([one for one in ids if one >= 0], skip_special_tokens=False))
+        known = ids if min(ids, default=0) >= 0 else [one for one in ids if one >= 0]
+        return str(tokenizer.decode(known, skip_special_tokens=False))
 
-    texts = request["texts"]
+    texts = list(map(_ids, request["texts"]))
     if "wanted" in request:
         pattern = re.compile(re.escape(request["wanted"]), re.IGNORECASE)
         hits = {}

@@ -17,8 +17,8 @@ from scavenger.ledger.maintain import purge
 from scavenger.ledger.read import reader, tokens
 from scavenger.ledger.read.reports import check
 from scavenger.ledger.retention import Policy
-from tests.ledger.examples import CONFIG, T0, answer, chunk, group, witness, written
-from tests.ledger.histories import answers, config, ended, fetch, keep, spoil, training
+from tests.ledger.examples import CONFIG, T0, answer, apart, chunk, group, witness, written
+from tests.ledger.histories import answers, config, ended, fetch, first_sample, keep, spoil, training
 
 #: The contents of `training`: each step has three chunks and one; the rest are two evaluations and what was superseded.
 TOKENS, SAMPLES, PROMPTS = 5 * 13 + 2 * 4 + 2, 5 * 2 + 2 + 1, 5 + 2 + 1
@@ -196,3 +196,23 @@ def test_an_unknown_run_is_refused(sqlite_url: str) -> None:
     written(sqlite_url, [[group(1, 1, 1, 1, 1)]])
     with pytest.raises(LedgerError, match="no run called 'sortin'"):
         purge.survey(sqlite_url, "sortin")
+
+
+def test_differences_of_tokens_go_with_the_tokens(url: str) -> None:
+    """And what they add up to stays, as the accounting does."""
+    first, last = first_sample(1), first_sample(5)
+    said = [
+        r.DifferencesRecorded(sample, step, 1, 9, 0.5, apart(9)) for sample, step in ((first, 1), (last, 5))
+    ]
+    written(url, [*training(), list(said), ended()])
+    asked = "SELECT sample_id, n_tokens, mean, length(differences) FROM token_differences ORDER BY sample_id"
+    before = fetch(url, asked)
+    assert [row[0] for row in before] == [first, last]
+    assert all(row[3] == 2 * row[1] for row in before)
+    assert check(url) == []
+    keep(url, Policy("drop", 4))
+    assert [row[3] for row in fetch(url, asked)] == [0, 2 * before[1][1]], "the oldest step's were dropped"
+    purge.purge(url, "sorting")
+    assert [row[:3] for row in fetch(url, asked)] == [row[:3] for row in before]
+    assert [row[3] for row in fetch(url, asked)] == [0, 0]
+    assert check(url) == []

@@ -194,6 +194,16 @@ def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path,
     assert run is not None
     assert (run.state, run.attempt, run.last_step) == ("finished", 2, 2)
     assert [entry["attempt"] for entry in metrics(tmp_path, "x")] == [1, 1, 1, 2, 2]
+    # Of one group a step, by default: each token's difference of the trainer's logprob from its one engine's, which has the same weights.
+    apart = reader.rows(
+        store.open_readonly(url),
+        "SELECT d.step, d.attempt, s.group_id, s.accepted_len, d.n_tokens, d.mean, d.differences FROM token_differences d "
+        "JOIN samples s ON s.sample_id = d.sample_id WHERE s.state = 'consumed' ORDER BY d.id",
+    ).rows
+    assert {(row[0], row[1]) for row in apart} == {(1, 1), (2, 2)}
+    assert len({row[2] for row in apart}) == 2
+    assert all(row[3] == row[4] == len(row[6]) // 2 for row in apart)
+    assert all(row[5] < 1e-3 for row in apart)
     given = ["--config", str(tmp_path / "x" / "local" / "scavenger.toml")]
     live = CliRunner().invoke(commands, ["top", *given, "--once", "--json"])
     assert live.exit_code == 0, live.output
@@ -208,7 +218,7 @@ def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path,
         assert all(
             f'<main id="/runs/1/{page}">' in text for page in ("steps/1", "steps/2", "evals/0", "evals/2")
         )
-        assert f'<main id="/samples/{rows[1][0].sample_id}">' in text
+        assert f'<main id="/groups/{rows[1][0].group_id}">' in text
 
 
 def test_a_missing_model_is_an_error_with_its_remedy(
