@@ -95,7 +95,9 @@ def test_an_environment_worker_that_is_taken_back_in_mid_episode_changes_no_toke
                 )
                 assert [gpus for _, _, gpus in environment_jobs(site)] == [0, 0]
                 in_a_job = "SELECT 1 FROM v_episodes WHERE worker LIKE '% job %'"
-                play.wait_for("an episode that a job played", lambda: play.ask(site, in_a_job), agents.DEADLINE_S)
+                play.wait_for(
+                    "an episode that a job played", lambda: play.ask(site, in_a_job), agents.DEADLINE_S
+                )
                 while not TAKEN_BACK.search(log.read_text()):
                     running = play.wait_for(
                         "an environment worker in a job",
