@@ -173,6 +173,7 @@ class Job:
     `planned`: the nodes on which backfill expects a waiting job to start at `start_time`; () where it plans none.
     `exit_code`: the shell's view, 128 + signal; None where it could not be read.
     `unread`: what could not be read; such a time or priority is 0, such a limit infinite.
+    `account`: empty where Slurm has none for it, for one because it keeps no accounts.
     """
 
     job_id: JobId
@@ -198,6 +199,7 @@ class Job:
     exit_code: int | None = 0
     planned: tuple[str, ...] = ()
     unread: tuple[Unread, ...] = ()
+    account: str = ""
 
     @property
     def has_gpus_allocated(self) -> bool:

@@ -480,7 +480,7 @@ class OtherUserWaited(Record, frozen=True):
 
 
 class TrainingJobStarted(Record, frozen=True):
-    """A run's training job holds GPUs of its own since `at` (Slurm's time)."""
+    """A run's training job holds GPUs of its own since `at` (Slurm's time). `account`: Slurm's; empty where it has none."""
 
     run_id: int
     job_id: int
@@ -488,6 +488,7 @@ class TrainingJobStarted(Record, frozen=True):
     nodes: int
     gpus: int
     at: float
+    account: str = ""
 
 
 class TrainingJobEnded(Record, frozen=True):

@@ -642,6 +642,10 @@ training_jobs = Table(
     _int("run_id", "The run."),
     _int("job_id", "Slurm's job id."),
     _text("user_name", "Its Unix user."),
+    _text(
+        "account",
+        "Its Slurm account; empty where Slurm has none for it, for one because it keeps no accounts.",
+    ),
     _int("nodes", "Its nodes."),
     _int("gpus", "Its GPUs."),
     _time("started_at", "When it began (Slurm's time)."),

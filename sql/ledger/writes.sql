@@ -235,8 +235,8 @@ WHERE other_users_waits.job_id = :p_job_id AND other_users_waits.submitted_at = 
     other_users_waits.cluster = :p_cluster AND other_users_waits.ended_at IS NULL;
 
 -- TrainingJobStarted
-INSERT INTO training_jobs (run_id, job_id, user_name, nodes, gpus, started_at)
-VALUES (:p_run_id, :p_job_id, :p_user_name, :p_nodes, :p_gpus, :p_at);
+INSERT INTO training_jobs (run_id, job_id, user_name, account, nodes, gpus, started_at)
+VALUES (:p_run_id, :p_job_id, :p_user_name, :p_account, :p_nodes, :p_gpus, :p_at);
 
 -- TrainingJobEnded
 UPDATE training_jobs

@@ -52,6 +52,7 @@ _JOB_KEYS = (
     "user_name",
     "name",
     "partition",
+    "account",
 )
 _NODE_KEYS = (
     "name",

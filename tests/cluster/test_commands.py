@@ -35,6 +35,7 @@ JOB = {
     "JobID": "7",
     "UserName": "ada",
     "Partition": "scavenge",
+    "Account": "physics",
     "State": "RUNNING",
     "RestartCnt": "2",
     "NumNodes": "2",
@@ -75,6 +76,13 @@ def test_a_job_is_read_in_full() -> None:
     )
     assert (job.gpus, job.gpus_by_node, job.nodes) == (8, (("node1", 4), ("node2", 4)), ("node1", "node2"))
     assert (job.restart_count, job.time_limit_s, job.start_time, job.reason) == (2, 3600, 1795242304, "")
+    assert job.account == "physics"
+
+
+@pytest.mark.parametrize("none", ["(null)", "", "N/A"])
+def test_a_job_without_an_account_has_none(none: str) -> None:
+    (job,) = commands.parse_jobs(squeue({"Account": none}), M)
+    assert job.account == ""
 
 
 def test_where_backfill_expects_a_waiting_job_is_read() -> None:

@@ -282,7 +282,7 @@ damage = st.one_of(
     st.tuples(st.sampled_from(WORDS), st.none()),  # instead of the text
 )
 #: Where a word stands in the place of another, any is a value: a job's id, its user, its tasks and CPUs, and these texts.
-FREE = frozenset({"UserName", "Partition", "Reason", "Name", "Comment", "NodeList", "SchedNodes"})
+FREE = frozenset({"UserName", "Partition", "Account", "Reason", "Name", "Comment", "NodeList", "SchedNodes"})
 
 
 def damaged(value: str, how: tuple[str, float | None]) -> str:

@@ -222,6 +222,11 @@ def test_a_training_job_s_gpus_are_recorded_from_start_to_end() -> None:
     assert one.observe([], [ended], T0 + 30) == ()
 
 
+def test_a_training_job_s_account_is_recorded_with_its_user() -> None:
+    (began,) = TrainingGpus().observe([ADA], [training(account="physics")], T0)
+    assert began == rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 - 5, "physics")
+
+
 def test_a_requeued_training_job_has_two_spans_and_a_vanished_one_ends() -> None:
     one = TrainingGpus()
     one.observe([ADA], [training()], T0)

@@ -85,7 +85,7 @@ def prologue() -> list[r.Record]:
         r.WorkerJoined(1, 1, "harvested", "i1", "s1", 0, 501, "n3", 1, "reference", T0 + 4),
         r.WorkerJoined(2, 1, "reserved", "", "s2", 0, 100, "n0", 1, "reference", T0 + 4),
         r.ClusterPolled(5, 1, 6, 4, 0, 0, T0 + 5),
-        r.TrainingJobStarted(1, 100, "ann", 1, 2, T0 - 10),
+        r.TrainingJobStarted(1, 100, "ann", 1, 2, T0 - 10, "physics"),
         r.OtherUserWaits(900, "bob", "gpu", 4, T0 + 2, T0 + 3, T0 + 5),
         r.Decision("harvest", "submit", "i1", "5 idle GPUs, demand for 1", '{"idle": 5}', T0),
         r.Event("chunk_refused", 1, "sample 11", "stale epoch 1", "{}", T0 + 5),

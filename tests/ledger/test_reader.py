@@ -451,7 +451,7 @@ def test_of_each_open_job_its_newest_allocation_is_known_and_the_engines_that_no
 def test_waits_training_jobs_and_quarantines_that_have_not_ended_are_handed_on(url: str) -> None:
     open_ones: list[r.Record] = [
         r.OtherUserWaits(901, "eve", "gpu", 1, T0, T0 + 1, T0 + 2, harvested_gpus=2),
-        r.TrainingJobStarted(1, 101, "ann", 2, 8, T0 + 3),
+        r.TrainingJobStarted(1, 101, "ann", 2, 8, T0 + 3, "physics"),
         r.NodeQuarantined("n9", "dies", T0 + 900, T0 + 4),
     ]
     written(url, [*everything(), open_ones])

@@ -60,6 +60,7 @@ class JobRow(msgspec.Struct, frozen=True, array_like=True):
     tres_per_socket: str
     tres_per_task: str
     array_tasks: str
+    account: str = ""
 
 
 class PyslurmRequest(msgspec.Struct, frozen=True, tag=True):

@@ -108,6 +108,7 @@ def _job(row: Mapping[str, Any], exit_code: int, exit_signal: int) -> wire.JobRo
         tres_per_socket=row["tres_per_socket"] or "",
         tres_per_task=row["tres_per_task"] or "",
         array_tasks=row["array_task_str"] or "",
+        account=row["account"] or "",
     )
 
 

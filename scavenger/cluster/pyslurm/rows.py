@@ -61,6 +61,7 @@ def _job(row: JobRow) -> Job:
         job_id=row.job_id,
         user=row.user,
         partition=row.partition,
+        account=text.text_or_empty(row.account),
         state=state,
         flags=flags,
         reason=text.text_or_empty(row.reason),

@@ -93,6 +93,7 @@ def _job(row: Mapping[str, Any]) -> Job:
         job_id=int(_finite(row, "job_id")),
         user=_text(row, "user_name"),
         partition=_text(row, "partition"),
+        account=text_or_empty(_text(row, "account")) if "account" in row else "",
         state=state,
         flags=flags,
         reason=text_or_empty(_text(row, "state_description") or _text(row, "state_reason")),

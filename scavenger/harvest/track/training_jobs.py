@@ -47,7 +47,9 @@ class TrainingGpus:
             if job is not None and here and since is None and job.user == asked.get(key):
                 self._held[key] = started_at = self._since(job, now)
                 records.append(
-                    rec.TrainingJobStarted(run_id, job_id, job.user, job.n_nodes, job.gpus, started_at)
+                    rec.TrainingJobStarted(
+                        run_id, job_id, job.user, job.n_nodes, job.gpus, started_at, job.account
+                    )
                 )
         return tuple(records)
 

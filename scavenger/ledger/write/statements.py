@@ -546,7 +546,7 @@ KINDS: dict[type[Record], Kind] = {
         sets="other_users_waits.end",
     ),
     r.TrainingJobStarted: _kind(
-        _insert(t.training_jobs, **_fields("run_id job_id user_name nodes gpus"), started_at=":at"),
+        _insert(t.training_jobs, **_fields("run_id job_id user_name account nodes gpus"), started_at=":at"),
         creates="training_jobs",
         sets="training_jobs.end",
     ),

@@ -34,7 +34,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "training_jobs": (
         "int run_id job_id",
-        "text user_name",
+        "text user_name account",
         "int nodes gpus",
         "time started_at",
         "time? ended_at",
@@ -213,7 +213,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "submitted_at eligible_at seen_at started_at ended_at",
     ),
     "v_training_jobs": (
-        "id, run_id, job_id, user_name, nodes, gpus, started_at, ended_at",
+        "id, run_id, job_id, user_name, account, nodes, gpus, started_at, ended_at",
         "training_jobs",
         "started_at ended_at",
     ),
