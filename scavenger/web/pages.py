@@ -634,11 +634,14 @@ def _called(calls: Sequence[Row], turn: int) -> str:
 
 
 def harm(connection: sa.Connection) -> Page:
-    """GPU-hours given to each user's runs, and other users' waits while harvested jobs had GPUs there."""
-    given = queries.load_report("harvested_gpu_hours_by_user")
+    """GPU-hours given to each user's runs, by account and by run, and other users' waits while harvested jobs had GPUs there."""
+    by_account = queries.load_report("harvested_gpu_hours_by_account")
+    by_run = queries.load_report("harvested_gpu_hours_by_user")
     waits = queries.bounded(queries.load_report("other_users_waits"), questions.MOST_WAITS, None)
     by_day, by_partition = queries.load_report("other_users_waiting"), filled(questions.WAITS_BY_DAY)
     preempted = filled(questions.PREEMPTIONS_BY_DAY)
+    waited = ask(connection, by_partition)[: questions.MOST_WAITS]
+    several = len({row["cluster"] for row in waited}) > 1
     return Page(
         "Harm",
         (
@@ -649,9 +652,10 @@ def harm(connection: sa.Connection) -> Page:
                 note="of any partition; the hours in which nothing was harvested are those without us",
             ),
             table_of(
-                "By day and partition: other users' waits with GPUs of ours there, and without",
+                f"By day{', cluster' if several else ''} and partition: other users' waits with GPUs of ours there, and without",
                 by_partition,
-                ask(connection, by_partition)[: questions.MOST_WAITS],
+                [{**row, "cluster": row["cluster"] or "the daemon's own"} for row in waited],
+                omit=() if several else ("cluster",),
                 note="of partitions that share nodes with the harvest partition. Days differ in more than in us: more jobs wait when "
                 "the cluster is full, and then we hold little",
             ),
@@ -669,7 +673,16 @@ def harm(connection: sa.Connection) -> Page:
                 note="Whatever the polls saw; Slurm's times are whole seconds. How long is known of engines with notice: others may "
                 "have kept their GPUs for all of GraceTime.",
             ),
-            table_of("GPU-hours given, by user", given, ask(connection, given)[: questions.MOST_WAITS]),
+            table_of(
+                "GPU-hours given, by user and account",
+                by_account,
+                ask(connection, by_account)[: questions.MOST_WAITS],
+                note="The account is that of the run's training job in Slurm. none: Slurm has no account for it; unknown: no training "
+                "job of the run was seen in the queue.",
+            ),
+            table_of(
+                "GPU-hours given, by user and run", by_run, ask(connection, by_run)[: questions.MOST_WAITS]
+            ),
         ),
     )
 

@@ -191,16 +191,17 @@ SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = 
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""
 
-WAITS_BY_DAY = """-- Other users' waits that a poll saw, with GPUs of ours there and without, by day (UTC) of their beginning and partition.
+#: `cluster` is '' for the daemon's own.
+WAITS_BY_DAY = """-- Other users' waits that a poll saw, with GPUs of ours there and without, by day (UTC) they began, cluster, partition.
 WITH waits AS (
-  SELECT w.partition, w.harvested_gpu_s, CASE WHEN w.harvested_gpus > 0 THEN 1 ELSE 0 END AS beside,
+  SELECT w.cluster, w.partition, w.harvested_gpu_s, CASE WHEN w.harvested_gpus > 0 THEN 1 ELSE 0 END AS beside,
          (CAST(w.eligible_at AS bigint) - CASE WHEN CAST(w.eligible_at AS bigint) > w.eligible_at THEN 1 ELSE 0 END) / 86400 AS day,
          CASE WHEN w.ended_at IS NULL THEN 1 ELSE 0 END AS open,
          CASE WHEN COALESCE(w.started_at, w.ended_at, n.unix_s) > w.eligible_at
               THEN COALESCE(w.started_at, w.ended_at, n.unix_s) - w.eligible_at ELSE 0 END AS waited_s
   FROM v_other_users_waits w CROSS JOIN v_now n
 )
-SELECT d.day_utc, w.partition, sum(w.beside) AS waits_with_us,
+SELECT d.day_utc, w.cluster, w.partition, sum(w.beside) AS waits_with_us,
        round(CAST(avg(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS mean_s_with_us,
        round(CAST(max(CASE WHEN w.beside = 1 THEN w.waited_s END) AS numeric), 1) AS longest_s_with_us,
        sum(1 - w.beside) AS waits_without_us,
@@ -208,7 +209,7 @@ SELECT d.day_utc, w.partition, sum(w.beside) AS waits_with_us,
        round(CAST(max(CASE WHEN w.beside = 0 THEN w.waited_s END) AS numeric), 1) AS longest_s_without_us, sum(w.open) AS still_waiting,
        round(CAST(sum(w.harvested_gpu_s) / 3600 AS numeric), 4) AS harvested_gpu_hours_meanwhile
 FROM waits w JOIN v_days d ON d.day = w.day
-GROUP BY d.day_utc, w.partition ORDER BY d.day_utc DESC, w.partition"""
+GROUP BY d.day_utc, w.cluster, w.partition ORDER BY d.day_utc DESC, w.cluster, w.partition"""
 
 PREEMPTIONS_BY_DAY = """-- Harvested allocations that Slurm preempted, by day (UTC); "kept": the GPUs were ours after the engine left.
 WITH ended AS (

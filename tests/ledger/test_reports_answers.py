@@ -201,6 +201,26 @@ def test_gpu_hours_are_told_by_user(url: str) -> None:
     ]
 
 
+def test_gpu_hours_are_told_by_user_and_account(url: str) -> None:
+    """Run 1 went on under another account; run 3's training job has none; of run 2's nothing was seen."""
+    records: list[r.Record] = [
+        r.TrainingJobStarted(1, 800, "ada", 1, 4, T0 - 10, "physics"),
+        r.TrainingJobEnded(1, 800, T0 + 150),
+        r.TrainingJobStarted(1, 801, "ada", 1, 4, T0 + 150, "chemistry"),
+        run(3, "counting", "KEY-C"),
+        r.TrainingJobStarted(3, 802, "eve", 1, 4, T0 + 500),
+        *held("i9", 3, 0, 900, run_id=3),  # before the job that was seen: its account all the same
+    ]
+    written_until(url, [*fleet(), records], T0 + 900)
+    columns = ("owner", "account", "runs", "allocations", "gpu_hours", "wasted_gpu_hours", "tokens")
+    assert picked(answers(url, "harvested_gpu_hours_by_account"), *columns) == [
+        ("ada", "physics", 1, 2, 2, 1, 100),
+        ("KEY-B", "unknown", 1, 1, 1, 0, 0),
+        ("KEY-C", "none", 1, 1, 0.75, 0.75, 0),
+        ("ada", "chemistry", 1, 2, 0.0333, 0.0333, 0),
+    ]
+
+
 def test_wasted_starts_say_how_far_they_got_and_what_they_cost(url: str) -> None:
     written_until(url, fleet(), T0 + 9000)
     columns = (

@@ -173,6 +173,44 @@ def test_a_step_says_where_each_gpu_s_seconds_went(url: str) -> None:
     assert round(drawn[1].width / drawn[0].width, 2) == 0.67
 
 
+def waits_of(url: str, *clusters: str) -> tuple[Panel, Panel]:
+    """The panels of the page Harm on waits by day, and on hours by account, where each cluster had a wait of its own."""
+    waits = [
+        r.OtherUserWaits(900 + n, "bob", "gpu", 4, T0, T0, T0 + 1, harvested_gpus=1, cluster=name)
+        for n, name in enumerate(clusters)
+    ]
+    written(url, [prologue(), waits])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as c:
+            shown = pages.harm(c).panels
+    finally:
+        engine.dispose()
+    (by_day,) = [one for one in shown if "and partition" in one.title]
+    (by_account,) = [one for one in shown if one.title == "GPU-hours given, by user and account"]
+    return by_day, by_account
+
+
+def test_waits_on_several_clusters_are_told_apart(url: str) -> None:
+    by_day, _ = waits_of(url, "north", "north")
+    assert by_day.title.startswith("By day, cluster and partition")
+    said = [
+        (row["cluster"], row["partition"], row["waits with us"], row["waits without us"])
+        for row in table(by_day)
+    ]
+    assert said == [("the daemon's own", "gpu", "0", "1"), ("north", "gpu", "2", "0")]
+
+
+def test_of_one_cluster_no_column_names_it_and_the_hours_have_their_account(url: str) -> None:
+    by_day, by_account = waits_of(url)
+    assert by_day.title.startswith("By day and partition")
+    assert "cluster" not in by_day.head
+    assert "v_other_users_waits" in by_day.sql
+    (row,) = table(by_account)
+    assert (row["owner"], row["account"], row["runs"]) == ("owner", "physics", "1")
+    assert "v_training_jobs" in by_account.sql, "what a reader copies has the account"
+
+
 def test_prompts_that_came_before_are_found_and_those_that_changed_most_stand_first(url: str) -> None:
     second = [*moved_group(20, 21, 2, 1), *consumed(20, 21, 2)]
     other = r.GroupCreated(40, 1, "train", 2, 0, 0, 1, b"\1\0\0\0", 1, 41, '{"max_tokens": 64}', "{}", T0)

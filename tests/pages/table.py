@@ -590,7 +590,7 @@ QUOTED: dict[str, Entry] = {
         needs=("tried",), put={"run.toml": "first/run.toml"}, says="reward", long=True
     ),
     "scavenger ledger report reward_per_step": SERVED,
-    "scavenger ledger report harvested_gpu_hours_by_user": SERVED,
+    "scavenger ledger report harvested_gpu_hours_by_account": SERVED,
     "scavenger enroll NAME --public KEY": ENROLLED,
     "scripts/slurm-matrix --gate": GATE,
     "scripts/slurm-matrix --suite 24.11": GATE,
