@@ -217,3 +217,33 @@ def test_the_file_shows_one_page_at_a_time_from_the_disk(browser: Browser, tmp_p
     assert Axe().run(page).violations_count == 0
     context.close()
     assert complaints == []
+
+
+#: Words of up to twelve letters of a table's cells that stand on two lines.
+_BROKEN = r"""() => {
+  const found = [];
+  for (const cell of document.querySelectorAll("td, th")) {
+    const walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = walk.nextNode(); node; node = walk.nextNode())
+      for (const word of node.data.matchAll(/(?<![^\s])[A-Za-z]{2,12}(?![^\s.,:;])/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((one) => Math.round(one.top))).size > 1) found.push(word[0]);
+      }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_no_word_of_a_table_is_broken(browser: Browser, served: str, width: int) -> None:
+    """`harveste d` was seen in a table of engines."""
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    page = opened(context, [])
+    page.goto(f"{served}/?token={TOKEN}")
+    for path in PATHS:
+        page.goto(served + path)
+        expect(page.locator("h1")).to_be_visible()
+        assert page.evaluate(_BROKEN) == [], path
+    context.close()
