@@ -51,7 +51,6 @@ from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink,
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.session import (
-    ENGINE,
     CancelJobs,
     Command,
     Commit,
@@ -65,6 +64,7 @@ from scavenger.harvest.session import (
     as_json,
     resume,
 )
+from scavenger.harvest.track.intents import ENGINE
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import EnvironmentDemand

@@ -48,6 +48,7 @@ from scavenger.harvest.decide.actions import (
 )
 from scavenger.harvest.decide.environments import EnvironmentDecision, EnvironmentLimits, decide_environments
 from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
+from scavenger.harvest.track.intents import ENGINE, ENVIRONMENT
 from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
 from scavenger.harvest.track.waits import OtherUsersWaits
@@ -58,8 +59,6 @@ from scavenger.protocol.messages import RUN_NAME_PATTERN
 from scavenger.router.core.events import CondemnedEngine, IntentRevoked, RouterEvent, WorkerLife
 
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
-#: Kinds of jobs, as the ledger calls them; the latter is also who decided about them.
-ENGINE, ENVIRONMENT = "engine", "environment"
 #: For each connected worker, by intent: how many samples it generates, and since when it has none (Unix s).
 Leases = Mapping[str, tuple[int, float]]
 

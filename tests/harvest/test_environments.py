@@ -16,6 +16,7 @@ from scavenger.harvest.decide.environments import EnvironmentDecision, Environme
 from scavenger.harvest.execute import job_script
 from scavenger.harvest.harvester import _is_own
 from scavenger.harvest.session import CancelJobs, Commit, HarvestSession, Outcome, SubmitJob, resume
+from scavenger.harvest.track import set_up
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import EnvironmentDemand
 from tests.harvest.flat_limits import limits_with
@@ -179,6 +180,27 @@ def test_its_job_is_in_the_ledger_as_what_it_is_and_engines_never_hear_of_it() -
     gone = CancelPending(A, "no more", HarvestCode.NO_DEMAND)
     commands = played(one.perform_environments(EnvironmentDecision((gone,), "", HarvestCode.NO_RUN), 102.0))
     assert [command.job_ids for command in commands if isinstance(command, CancelJobs)] == [(7,)]
+
+
+@pytest.mark.parametrize("exit_code", [1, set_up.NO_DAEMON])
+def test_one_that_fails_is_called_so_and_no_engine_or_node_is_blamed(exit_code: int) -> None:
+    one = session()
+    submit = Submit(1, "run", "scavenge", 0, "why", ("node1",), cpus=8, memory_mb=4096, environment=FILE)
+    played(one.perform_environments(EnvironmentDecision((submit,), "why", HarvestCode.WANTED), 100.0))
+    running = ours(A, 7, JobState.RUNNING, gpus=0, gpus_by_node=(), nodes=("node1",), start_time=101.0)
+    one.observe(view(101.0, (running,)), {}, (), (), 101.0)
+    failed = replace(running, state=JobState.FAILED, exit_code=exit_code, end_time=105.0)
+    records = one.observe(view(106.0, (failed,)), {}, (), (), 106.0).records
+    said = f"environment worker's job 7 FAILED (exit code {exit_code}) after 4 s"
+    assert [
+        (event.kind, event.run_id, event.reason) for event in records if isinstance(event, rec.Event)
+    ] == [("environment_died", 1, said)]
+    assert not [record for record in records if isinstance(record, rec.EngineDied)]
+    wants = one.decide_environments(view(107.0), [WANT], LIMITS, MOST, 107.0)
+    assert (wants.code, wants.actions) == (HarvestCode.BACKOFF, ())
+    assert said in wants.reason
+    assert one.tracker.health.backoff() == (0.0, ""), "engines go on"
+    assert one.environments.health.quarantined(107.0) == ()
 
 
 def test_one_of_neither_kind_is_orphaned_and_a_restart_knows_both() -> None:

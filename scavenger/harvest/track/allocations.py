@@ -18,7 +18,7 @@ from scavenger.cluster.model import Job, JobState, nodes_in
 from scavenger.harvest.decide.actions import DrainKind
 from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.harvest.track.allocation_bounds import Bounded, alive, between
-from scavenger.harvest.track.intents import Allocation, Draft, Tracked
+from scavenger.harvest.track.intents import ENVIRONMENT, Allocation, Draft, Tracked
 from scavenger.harvest.track.node_health import Health
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.set_up import FailedStart
@@ -338,11 +338,14 @@ class Allocations:
     def _blame(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lived_s: float) -> None:
         code = "unknown" if job.exit_code is None else job.exit_code
         what = f"job {job.job_id} {job.state} (exit code {code}) after {lived_s:.0f} s"
-        draft.records.append(
-            rec.Event(
-                "engine_died", one.intended.run_id, allocation.node or one.intent_id, what, "{}", draft.now
-            )
-        )
+        where, run_id = allocation.node or one.intent_id, one.intended.run_id
+        if one.intended.kind == ENVIRONMENT:
+            what = f"environment worker's {what}"
+            draft.records.append(rec.Event("environment_died", run_id, where, what, "{}", draft.now))
+            if lived_s < SHORT_LIFE_S or job.exit_code in set_up.CANNOT_BEGIN:
+                self.health.failed_at_once(what, draft.now, run_id)
+            return  # its user's code says nothing of nodes, nor of engines
+        draft.records.append(rec.Event("engine_died", run_id, where, what, "{}", draft.now))
         life = one.workers.get(allocation.restart_count)
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
             # The engine had reached the daemon and later lost it for long: that is no failed start.

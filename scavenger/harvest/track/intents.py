@@ -14,6 +14,9 @@ from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone, WorkerLife
 
+#: Kinds of jobs, as the ledger calls them; the latter is also who decided about them.
+ENGINE, ENVIRONMENT = "engine", "environment"
+
 
 @dataclass(slots=True)
 class Allocation:
