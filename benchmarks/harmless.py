@@ -271,7 +271,7 @@ def harvester(
     engine, template = state.parent / "engine.sh", state.parent / "job.j2"
     engine.write_text(script)
     text, found = WORKER_LINE.subn(f"worker=(bash {engine} {{{{ key | quote }}}})", read_template(None))
-    assert found == 1, "the shipped template has no line that begins with worker=("
+    assert found, "the shipped template has no line that begins with worker=("
     template.write_text(text)
     poll_s = max(1.0, 60.0 / options.compress)
     config = DaemonConfig(
