@@ -1,7 +1,8 @@
 """The recipes of examples/containers and examples/modules: what they copy, install and promise, and that both containers hold the same.
 
-The quick tests read them. A long one builds the Containerfile, for CPUs, where Buildah is there (Debian's charliecloud brings it); its
-base is made by mmdebstrap, since no image registry is reached. Apptainer is not in Debian 12 or 13: its definition is only read.
+The quick tests read them. Long ones build them, for CPUs, with each builder that is there: the Containerfile with Buildah (Debian's
+charliecloud brings it) or Podman, the definition with Apptainer, which is in no Debian 12 or 13. Their base is made by mmdebstrap, since
+no image registry is reached.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,8 +173,8 @@ class Buildah:
 def of_this_host(folder: Path) -> Iterator[str]:
     """How a build reaches the package indexes as this host does: a pip.conf of its own, and the files and folders that pip reads."""
     listed = [sys.executable, "-m", "pip", "config", "list"]
-    said = subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout
-    named = {Path(one) for one in re.findall(r"/[^\s,'\"]+", said) if not one.endswith("/simple")}
+    printed = subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout
+    named = {Path(one) for one in re.findall(r"/[^\s,'\"]+", printed) if not one.endswith("/simple")}
     for path in sorted(named | {Path("/etc/resolv.conf")}):
         if path.exists() and not path.is_relative_to(
             "/etc/ssl"
@@ -193,15 +195,36 @@ def of_this_host(folder: Path) -> Iterator[str]:
     yield f"--volume={folder}/pip.conf:/etc/pip.conf:ro"
 
 
+def base_of(target: Path) -> Path:
+    """In place of the recipes' base: a Debian 12 as a tar file, or as a folder."""
+    made = [
+        "mmdebstrap",
+        "--quiet",
+        "--variant=minbase",
+        "--dpkgopt=force-unsafe-io",
+        "bookworm",
+        str(target),
+    ]
+    subprocess.run(made, check=True, capture_output=True, timeout=900)
+    return target
+
+
+def said(*argv: str | Path, timeout_s: float = 600.0, **more: Any) -> str:
+    """What a builder printed at last. Raises with all of it when it fails."""
+    done = subprocess.run(
+        list(map(str, argv)), capture_output=True, text=True, timeout=timeout_s, check=False, **more
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout.strip()
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 def test_buildah_makes_an_image_that_trains(tmp_path: Path) -> None:
     if shutil.which("buildah") is None:
         pytest.skip("no buildah here")
-    base = tmp_path / "base.tar"
-    made = ["mmdebstrap", "--quiet", "--variant=minbase", "--dpkgopt=force-unsafe-io", "bookworm", str(base)]
-    subprocess.run(made, check=True, capture_output=True, timeout=900)
+    base = base_of(tmp_path / "base.tar")
     buildah = Buildah(tmp_path)
     holder = buildah("from", "scratch")
     buildah("add", "--quiet", holder, base, "/", timeout_s=600)
@@ -223,11 +246,74 @@ def test_buildah_makes_an_image_that_trains(tmp_path: Path) -> None:
     engine = buildah("from", "scavenger-engine", timeout_s=600)
     try:
         assert buildah("run", engine, "scavenger", "version") == scavenger.__version__
+        assert scavenger.__version__ in buildah("run", engine, "scavenger", "--version")
         assert buildah("run", engine, "python", "-c", IMPORTS).endswith("rank 0 of 1")
         assert "scavenger" not in buildah("run", engine, "ls", "/usr/src"), "the wheel's copy is gone"
     finally:
         buildah("rm", engine)
         buildah("rmi", "--all", "--force")
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_podman_makes_an_image_that_trains(tmp_path: Path) -> None:
+    if shutil.which("podman") is None:
+        pytest.skip("no podman here (Debian: podman)")
+    podman: list[str | Path] = [
+        "podman",
+        "--root",
+        tmp_path / "images",
+        "--runroot",
+        tmp_path / "run",
+        "--storage-driver=vfs",
+    ]
+    said(*podman, "import", base_of(tmp_path / "base.tar"), "localhost/base")
+    context = tmp_path / "clone"
+    copied_clone(context)
+    wheel_of(context, context / "dist")
+    named = [
+        "--build-arg=BASE=localhost/base",
+        "--build-arg=EXTRAS=trainer",
+        "--network=host",
+        "--isolation=chroot",
+    ]
+    recipe = context / CONTAINERFILE.relative_to(ROOT)
+    built: list[str | Path] = [
+        *named,
+        *of_this_host(tmp_path),
+        f"--file={recipe}",
+        "--tag=scavenger-engine",
+        context,
+    ]
+    said(*podman, "build", *built, timeout_s=3000)
+    try:
+        run: list[str | Path] = [*podman, "run", "--rm", "--network=host", "scavenger-engine"]
+        assert scavenger.__version__ in said(*run, "scavenger", "--version")
+        assert said(*run, "python", "-c", IMPORTS).endswith("rank 0 of 1")
+    finally:
+        said(*podman, "rmi", "--all", "--force")
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_apptainer_makes_an_image_that_trains(tmp_path: Path) -> None:
+    if shutil.which("apptainer") is None:
+        pytest.skip("no apptainer here")
+    context, image = tmp_path / "clone", tmp_path / "scavenger.sif"
+    copied_clone(context)
+    wheel_of(context, context / "dist")
+    recipe = tmp_path / "scavenger.def"
+    text = DEFINITION.read_text().replace("[trainer,vllm,math]", "[trainer]")
+    head = "Bootstrap: docker\nFrom: debian:12-slim\n"
+    assert head in text
+    recipe.write_text(text.replace(head, f"Bootstrap: localimage\nFrom: {base_of(tmp_path / 'base')}\n"))
+    binds = [f"--bind={one.removeprefix('--volume=')}" for one in of_this_host(tmp_path)]
+    said("apptainer", "build", *binds, image, recipe, cwd=context, timeout_s=3000)
+    run: list[str | Path] = ["apptainer", "exec", "--no-home", "--contain", image]
+    assert scavenger.__version__ in said(*run, "scavenger", "--version")
+    assert said(*run, "python", "-c", IMPORTS).endswith("rank 0 of 1")
 
 
 IMPORTS = """

@@ -3,7 +3,7 @@
 
     `Here`  run by tests/pages/test_commands_run.py, in the page's order, in `Place`
     `By`    run by the named test, which has another host, service or hour for it
-    `Not`   run by no test, with the reason: keep these few
+    `Not`   run by no test here, with the reason, and the test that checks of it what can be: keep these few
 
 A command that a block of a page has twice has one entry. Quoted commands (`QUOTED`) are those of prose that no block has; one that only
 begins another command is its name, and needs no entry.
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.pages.commands import ROOT
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class By:
 
 @dataclass(frozen=True)
 class Not:
+    """`test` runs as much of it as can be, and where it can be all of it."""
+
     reason: str
+    test: str
 
 
 Entry = Here | By | Not
@@ -50,14 +55,13 @@ QUICKSTART = By(
 )
 TOP = By("tests/top/test_app.py::test_every_page_is_shown_and_every_kind_of_thing_opens")
 GPU = By("tests/test_gpu_benchmark.py::test_every_part_works_on_a_gpu_with_tiny_sizes")
-HOST = Not(
-    "makes or removes a user of this host or a service of systemd's; the containers of tests/system have their own"
-)
+HOST = "tests/system/test_page_host.py"
+USERS = By(f"{HOST}::test_users_of_daemon_engines_and_view_are_made_and_removed")
+PLACES = "tests/pages/test_other_places.py"
 FURTHER = By(
     "tests/system/test_further_cluster.py::test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_nothing"
 )
-CHIPS = Not("a program for NVIDIA's GPUs, on their node")
-DESK = Not("a tunnel to another host: needs an SSH server there")
+CHIPS = By(f"{PLACES}::test_the_driver_and_torch_know_the_gpu")
 JOIN = By("tests/test_joining.py::test_a_user_joins_a_daemon_that_runs_and_connects_to_it")
 EXTRA = By(f"{INSTALL}::test_an_extra_is_installed_as_its_page_says")
 
@@ -72,6 +76,9 @@ GATEWAY = By(
 TRL = By(
     "tests/trainer/test_trl_example.py::test_trl_trains_on_what_engines_generated_and_every_step_is_committed"
 )
+#: In place of what benchmarks play for hours: made-up traces, and of each axis one value.
+SOME_JOBS = "--arms none,daemon --grace 0 --nodes 4 --gpus 2"
+CELL = "--seeds 1 --cells earth-calm:Qwen3-8B:4"
 CHECKED = Here(status=1, says=r"\d+ ok", needs=("served",))
 
 LEARNS = By("tests/system/test_agent_demo.py::test_a_small_model_learns_to_add_with_a_calculator")
@@ -92,7 +99,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         ),
     },
     "docs/site.md": {
-        "useradd --system --uid 991 --user-group --create-home --home-dir /var/lib/scavenger-engines scavenger-engines": HOST,
+        "useradd --system --uid 991 --user-group --create-home --home-dir /var/lib/scavenger-engines scavenger-engines": USERS,
         "sacctmgr -i add user scavenger-engines Account=scavenger QOS=scavenge DefaultQOS=scavenge": Here(
             needs=("accounts",), says="Adding User"
         ),
@@ -101,7 +108,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "systemctl enable --now scavenger-slurm-submit": By(
             "tests/test_service_unit.py::test_the_units_of_other_users_start_the_command_as_it_is"
         ),
-        "useradd --system --user-group --no-create-home --home-dir / scavenger-view": HOST,
+        "useradd --system --user-group --no-create-home --home-dir / scavenger-view": USERS,
         "sacctmgr -i add user scavenger-view Account=scavenger AdminLevel=operator": Here(
             needs=("accounts",)
         ),
@@ -151,11 +158,14 @@ PAGES: dict[str, dict[str, Entry]] = {
     },
     "docs/start.md": {
         "./scripts/quickstart": QUICKSTART,
-        "cd /project/you/scavenger": Not("names the reader's own folder"),
-        "module load python/3.11 openmpi": Not("names the modules of the reader's site"),
+        "cd /project/you/scavenger": Here(put={"/project/you/scavenger": str(ROOT)}),
+        "module load python/3.11 openmpi": By(f"{HOST}::test_modules_of_a_site_are_loaded"),
         "python3 -m venv .venv && . .venv/bin/activate": PIP,
         "pip install -c constraints.txt '.[text]'": PIP,
-        "pip install '.[trainer,vllm]'": Not("packages for CUDA, several GB"),
+        "pip install '.[trainer,vllm]'": Not(
+            "installs several GB of CUDA",
+            f"{PLACES}::test_what_a_gpu_s_extras_need_can_be_had_and_fits_together",
+        ),
         "scavenger init my-run --model MODEL --data PROMPTS": Here(needs=("served",), says="train.sbatch"),
         "scavenger init my-run --check": Here(needs=("small",), long=True),
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished|resum", long=True),
@@ -292,15 +302,17 @@ PAGES: dict[str, dict[str, Entry]] = {
             needs=("served",)
         ),
         "systemctl disable --now scavenger": Here(),
-        "rm /etc/systemd/system/scavenger.service; systemctl daemon-reload": HOST,
-        "rm -r /etc/scavenger /var/lib/scavenger /shared/scavenger /opt/scavenger": Not(
-            "removes what the other commands need"
+        "rm /etc/systemd/system/scavenger.service; systemctl daemon-reload": By(
+            f"{HOST}::test_the_unit_is_removed_and_systemd_forgets_it"
+        ),
+        "rm -r /etc/scavenger /var/lib/scavenger /shared/scavenger /opt/scavenger": By(
+            f"{HOST}::test_the_folders_are_removed_and_no_other"
         ),
         "dropdb scavenger": Here(needs=("postgres",)),
         "sacctmgr -i delete user scavenger; sacctmgr -i delete qos scavenge; sacctmgr -i delete account scavenger": Here(
             needs=("accounts",)
         ),
-        "userdel scavenger": HOST,
+        "userdel scavenger": USERS,
     },
     "docs/fleet.md": {
         "scavenger keys make chemistry.key": Here(says="."),
@@ -331,12 +343,16 @@ wait %1""": By(
             put={"scavenger web": "scavenger web --port 0"},
             until=r"serves http://127.0.0.1:\d+/",
         ),
-        "ssh -L 8765:127.0.0.1:8765 daemon-host": DESK,
+        "ssh -L 8765:127.0.0.1:8765 daemon-host": By(
+            f"{PLACES}::test_a_tunnel_leads_from_a_desk_to_the_port_of_the_web_pages"
+        ),
         "scavenger web --export run.html --run RUN": Here(
             needs=("served",), put={"--run RUN": "--run sorting"}
         ),
         "scavenger web --socket /var/lib/scavenger/web.sock": Here(needs=("served",), until="serves /"),
-        "ssh -L 8765:/var/lib/scavenger/web.sock daemon-host": DESK,
+        "ssh -L 8765:/var/lib/scavenger/web.sock daemon-host": By(
+            f"{PLACES}::test_a_tunnel_leads_from_a_desk_to_the_socket_of_the_web_pages"
+        ),
     },
     "docs/training.md": {
         "scavenger init first --tiny": Here(needs=("served",), says="train.sbatch", long=True),
@@ -453,7 +469,10 @@ wait %1""": By(
         "scavenger ledger report decisions_with_reasons | grep disagrees": Here(says="disagrees"),
         "scontrol show job -d JOBID": Here(put={"JOBID": "$(squeue -h -o %i | head -n 1)"}, says="JobId="),
         "nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT": CHIPS,
-        "dcgmi diag -r 3": CHIPS,
+        "dcgmi diag -r 3": Not(
+            "a program of NVIDIA's that no package index here has, on a node with GPUs",
+            f"{PLACES}::test_dcgm_s_diagnosis_runs",
+        ),
         'scontrol update nodename=NODE state=drain reason="wrong results"': Here(put={"NODE": "gpu07"}),
     },
     "docs/simulate.md": {
@@ -522,8 +541,13 @@ wait %1""": By(
         "scavenger ledger report site_events --since 7d": SERVED,
     },
     "docs/harmless.md": {
-        "python -m benchmarks.harmless --trace earth_jobs_72h.csv.gz": Not(
-            "takes hours, and a trace that is not in this repository"
+        "python -m benchmarks.harmless --trace earth_jobs_72h.csv.gz": Here(
+            needs=("traces",),
+            put={
+                "earth_jobs_72h.csv.gz": f"traces/earth_jobs_72h.csv.gz {SOME_JOBS} --compress 600 --hours 2"
+            },
+            says=r"0 s \| daemon",
+            long=True,
         )
     },
     "docs/release.md": {},
@@ -537,8 +561,7 @@ CANARY = (
     "tests/doctor/test_canary.py::test_on_slurm_an_engine_is_harvested_beside_what_holds_the_daemon_s_port"
 )
 ENROLLED = By("tests/test_keys.py::test_an_owner_with_a_key_file_elsewhere_adds_the_public_half")
-HOURS = Not("takes hours, and traces that are not in this repository; its figures are in docs/benchmarks.md")
-GATE = Not("runs the tests; one of them cannot")
+GATE = By(f"{PLACES}::test_the_scripts_that_run_tests_run_those_that_are_chosen")
 
 QUOTED: dict[str, Entry] = {
     "scavenger harvester --cluster b --daemon /etc/scavenger/daemon --key /etc/scavenger/daemon/b.key --config /etc/scavenger/scavenger.toml": FURTHER,
@@ -560,7 +583,14 @@ QUOTED: dict[str, Entry] = {
     "scavenger daemon --new-ledger": By(
         "tests/ledger/test_identity.py::test_a_ledger_that_is_gone_is_not_begun_anew_unless_that_is_meant"
     ),
-    "python -m benchmarks.harmless --hours 6 --compress 10 --together 6": HOURS,
+    "python -m benchmarks.harmless --hours 6 --compress 10 --together 6": Here(
+        needs=("traces",),
+        put={
+            "--hours 6 --compress 10": f"--trace traces/earth_jobs_72h.csv.gz {SOME_JOBS} --hours 2 --compress 600"
+        },
+        says=r"0 s \| daemon",
+        long=True,
+    ),
     "sbatch train.sbatch": Here(
         needs=("served", "first"), put={"train.sbatch": "first/train.sbatch"}, says="Submitted", long=True
     ),
@@ -650,15 +680,59 @@ QUOTED: dict[str, Entry] = {
     "scavenger daemon --carry": By(
         "tests/system/test_without_admin.py::test_a_daemon_in_a_cpu_job_comes_back_under_its_id_with_its_ledger_until_it_is_cancelled"
     ),
-    "python -m benchmarks.fleet --keep FILE --traces DIR": HOURS,
-    "python -m benchmarks.serving --traces DIR": HOURS,
-    "python -m benchmarks.policies": HOURS,
-    "python -m benchmarks.ablations": HOURS,
-    "python -m benchmarks.ablations --traces DIR --jobs 2": HOURS,
-    "python -m benchmarks.sensitivity --jobs 2": HOURS,
-    "python benchmarks/harvest.py --trace earth_node_idle_72h.csv.gz": HOURS,
-    "python benchmarks/weights.py": HOURS,
-    "python benchmarks/engine.py": HOURS,
+    "python -m benchmarks.fleet --keep FILE --traces DIR": Here(
+        needs=("traces",),
+        put={
+            "FILE": "fleet.jsonl",
+            "DIR": "traces --runs 2 --mix unlike --segments earth-calm --divisions value,static --hours 0.1 --parts 1",
+        },
+        says=r"\| value \|",
+        long=True,
+    ),
+    "python -m benchmarks.serving --traces DIR": Here(
+        needs=("traces",),
+        put={"DIR": "traces --hours 0.05 --interference light --objective 2"},
+        says=r"\| ours \|",
+        long=True,
+    ),
+    "python -m benchmarks.policies": Here(
+        needs=("traces",),
+        put={
+            "benchmarks.policies": "benchmarks.policies --traces traces --keep kept.jsonl --out policies.md --reduced --seeds 1 --policy ours,colocated"
+        },
+        says="met",
+        long=True,
+    ),
+    "python -m benchmarks.ablations": Here(
+        needs=("traces",),
+        put={"benchmarks.ablations": f"benchmarks.ablations --traces traces {CELL}"},
+        says="over the bound",
+        long=True,
+    ),
+    "python -m benchmarks.ablations --traces DIR --jobs 2": Here(
+        needs=("traces",), put={"DIR": f"traces {CELL}"}, says="over the bound", long=True
+    ),
+    "python -m benchmarks.sensitivity --jobs 2": Here(
+        needs=("traces",),
+        put={
+            "--jobs 2": "--jobs 2 --seeds 1 --corner-seeds 0 --steps 1 --policies colocated,ours --axes drift"
+        },
+        says="comparisons",
+        long=True,
+    ),
+    "python benchmarks/harvest.py --trace earth_node_idle_72h.csv.gz": Here(
+        needs=("traces",), put={"earth_node": "traces/earth_node"}, says="harvested", long=True
+    ),
+    "python benchmarks/weights.py": Here(
+        put={
+            "weights.py": "weights.py --only pull,relay --gigabytes 0.05 --rounds 1 --joiners 2 --megabytes 2"
+        },
+        says="joiner",
+        long=True,
+    ),
+    "python benchmarks/engine.py": By(
+        f"{PLACES}::test_the_engine_benchmark_compares_our_worker_with_bare_vllm"
+    ),
     "python tests/simulate/digest.py [--trace FILE]": By(
         "tests/simulate/test_determinism.py::test_another_process_with_other_hashes_decides_the_same"
     ),

@@ -17,7 +17,7 @@ import pytest
 
 from scavenger import toml
 from scavenger.ledger import store
-from tests.pages import commands
+from tests.pages import commands, made_traces
 from tests.pages.commands import ROOT, Command
 from tests.pages.place import Place
 from tests.pages.table import PAGES, QUOTED, By, Entry, Here, Not
@@ -25,7 +25,7 @@ from tests.system.play import wait_for
 
 SERVICES = (pytest.mark.slurm, pytest.mark.accounting, pytest.mark.postgres, pytest.mark.timeout(900))
 #: Commands that no test can run, at most: a page that needs another one had better show something else.
-MOST_NOT = 32
+MOST_NOT = 2
 
 
 def listed(name: str) -> list[Command]:
@@ -89,7 +89,7 @@ def test_every_command_that_prose_quotes_has_its_place_in_the_table() -> None:
 
 
 def test_tests_that_the_table_names_are_there() -> None:
-    for named in {entry.test for *_, entry in entries() if isinstance(entry, By)}:
+    for named in {entry.test for *_, entry in entries() if isinstance(entry, By | Not)}:
         path, _, name = named.partition("::")
         found = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         names = {one.name for one in ast.walk(found) if isinstance(one, ast.FunctionDef)}
@@ -166,6 +166,10 @@ class Settings:
             "/shared/models/qwen3-0.6b", f"{self.place.root}/model"
         )
         (folder / "run.toml").write_text(run)
+
+    def _traces(self, folder: Path) -> None:
+        """In place of the real ones, which are not in this repository: made-up ones of their names and columns."""
+        made_traces.write(folder / "traces")
 
     def _demo(self, folder: Path) -> None:
         """A recorded run, where the quickstart would have left its own."""
