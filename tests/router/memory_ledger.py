@@ -174,9 +174,9 @@ class Ledger:
             case rec.DifferencesRecorded():
                 row = self.samples[record.sample_id]
                 assert len(record.differences) == 2 * record.n_tokens == len(row.tokens) // 2
-                mine = (record.sample_id, record.step, record.attempt)
-                assert mine not in self.apart, "a sample's differences were recorded twice"
-                self.apart[mine] = record
+                trained = (record.sample_id, record.step, record.attempt)
+                assert trained not in self.apart, "a sample's differences were recorded twice"
+                self.apart[trained] = record
             case rec.TurnSampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "complete"
