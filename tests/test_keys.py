@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -154,6 +156,20 @@ def test_the_owner_of_the_state_directory_who_was_locked_out_makes_a_new_key(sta
     assert "`scavenger keys rotate-owner ada`" in said.output
     keys.rotate_owner(state, "ada")
     assert keys.enrolled_owners(state) == {keys.read_keypair(keys.owner_key_path(state)).public: old}
+
+
+def test_a_key_that_a_full_disk_keeps_accepted_is_told_in_one_line(state: Path) -> None:
+    """A limit on files' sizes stands for the disk: the same call fails, at the same place."""
+    keys.rotate_owner(state, "ada")
+    (state / "scavenger.toml").write_text(toml.dumps({"daemon": {"state_dir": str(state)}}))
+    command = f"ulimit -f 0; exec {sys.executable} -m scavenger keys retire ada -c {state}/scavenger.toml"
+    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 1
+    assert f"{state}/keys/owners/ada.pub cannot be written" in said.stderr
+    assert "the command is not done" in said.stderr
+    assert "remedy: " in said.stderr
+    assert "Traceback" not in said.stderr
+    assert len(keys.enrolled_owners(state)) == 2
 
 
 def test_a_name_that_is_no_owner_s_is_told_where_the_owners_are(state: Path) -> None:

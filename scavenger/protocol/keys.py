@@ -133,8 +133,10 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a full disk's names none
         raise
 
 
