@@ -724,7 +724,8 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    """How the training ranks compute, and how they are divided ([models.md](models.md#ranks-several-nodes-fsdp-hsdp-context-and-tensor-parallelism))."""
+    """How the training ranks compute, and how they are divided
+    ([models.md](models.md#ranks-several-nodes-fsdp-hsdp-context-and-tensor-parallelism))."""
 
     replicas: Positive = 1
     """Copies of the model over the ranks (HSDP): each is sharded over its own ranks, and gradients are summed
