@@ -25,6 +25,20 @@ OUTSIDE = (
 #: The README is the site's first page, in other words.
 ELSEWHERE = {"README.md": "index.md", "AGENTS.md": f"{PREFIX}CONTRIBUTING.md"}
 
+#: History, licences and what is made of the code: a search shows them last, so that a page that answers comes first.
+LAST_FOUND = (
+    "benchmarks-archive.md",
+    "changelog-archive.md",
+    "client.md",
+    "decisions/",
+    "licences.md",
+    "schema.md",
+    f"{PREFIX}CHANGELOG.md",
+    f"{PREFIX}benchmarks/",
+)
+#: The least weight of a page's hits that still finds it (Material's `search: boost`).
+LAST_BOOST = 0.01
+
 LINK = re.compile(r"(?<=\]\()([^)\s#]+\.(?:md|svg))(?=[#)])")
 
 
@@ -36,8 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between both trees lead to the pages' places on the site."""
+    """Links between both trees lead to the pages' places on the site, and the search puts some pages last."""
     here = page.file.src_uri
+    if here.startswith(LAST_FOUND):
+        page.meta["search"] = {"boost": LAST_BOOST}
     outside = here.startswith(PREFIX)
     source = here.removeprefix(PREFIX) if outside else f"docs/{here}"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scavenger import config, toml
 from scavenger.cli import main
@@ -34,7 +36,8 @@ def test_both_keys_of_an_owner_act_for_the_same_runs_until_the_older_is_retired(
     third = keys.read_keypair(keys.owner_key_path(state)).public
     assert keys.enrolled_owners(state) == {third: first, second: first}
     assert keys.retire_owner_keys(state, "ada") == 1
-    assert keys.retire_owner_keys(state, "ada") == 0
+    with pytest.raises(AuthError, match="its newest stays"):
+        keys.retire_owner_keys(state, "ada")
     assert keys.enrolled_owners(state) == {third: first}
 
 
@@ -95,8 +98,84 @@ def test_an_owner_with_a_key_file_elsewhere_adds_the_public_half(state: Path) ->
         keys.add_owner_key(state, "bob", "short")
     with pytest.raises(AuthError, match="does not exist"):
         keys.add_owner_key(state, "nobody", fresh)
-    with pytest.raises(AuthError, match="not a key of owner 'bob'"):
+    with pytest.raises(AuthError, match="not a key of owner 'bob'") as refused:
         keys.rotate_owner(state, "bob")
+    for command in ("keys make FILE", "keys add bob --public KEY", "keys rotate-owner ada"):
+        assert f"`scavenger {command}`" in refused.value.remedy
+    keys.note_joined(state, "bob", 1000)
+    with pytest.raises(AuthError, match="not a key of owner 'bob'") as refused:
+        keys.rotate_owner(state, "bob")
+    assert "as bob: `scavenger join PUBLIC_DIR --new`" in refused.value.remedy
+
+
+def keys_command(state: Path, *words: str) -> Result:
+    config_path = state / "scavenger.toml"
+    config_path.write_text(toml.dumps({"daemon": {"state_dir": str(state)}}))
+    return CliRunner().invoke(main.app, ["keys", *words, "--config", str(config_path)])
+
+
+def test_a_leaked_key_that_stays_accepted_is_never_called_retired(state: Path) -> None:
+    """Issue: `keys retire bob` printed "0 keys retired" and ended with status 0; the only key of bob stayed accepted."""
+    leaked, fresh = keys.generate().public, keys.generate().public
+    keys.enroll(state, "bob", leaked)
+    for name, needed in (("bob", "keys add bob --public KEY"), ("ada", "keys rotate-owner ada")):
+        said = keys_command(state, "retire", name)
+        assert isinstance(said.exception, AuthError)
+        assert said.exception.exit_code == 2
+        assert "none was retired" in said.exception.cause
+        assert f"`scavenger {needed}`" in said.exception.remedy
+        assert f"`scavenger keys retire {name} --all`" in said.exception.remedy
+    assert leaked in keys.enrolled_owners(state)
+    keys.add_owner_key(state, "bob", fresh)
+    assert "1 key retired" in keys_command(state, "retire", "bob").output
+    assert {key for key, of in keys.enrolled_owners(state).items() if of == leaked} == {fresh}
+
+
+def test_an_owner_is_locked_out_at_once_and_comes_back_to_the_same_runs_with_another_key(state: Path) -> None:
+    first = keys.generate().public
+    keys.enroll(state, "bob", first)
+    second = keys.generate().public
+    keys.add_owner_key(state, "bob", second)
+    said = keys_command(state, "retire", "bob", "--all")
+    assert said.exit_code == 0, said.output
+    for told in ("2 keys retired", "engines of its runs leave", "refused", "keys add bob --public KEY"):
+        assert told in said.output
+    assert first not in keys.enrolled_owners(state).values()
+    for words in (("retire", "bob"), ("retire", "bob", "--all"), ("add", "bob", "--public", second)):
+        said = keys_command(state, *words)
+        assert isinstance(said.exception, AuthError), words
+    assert first not in keys.enrolled_owners(state).values(), "no retired key comes back"
+    third = keys.generate().public
+    keys.add_owner_key(state, "bob", third)
+    assert keys.enrolled_owners(state)[third] == first, "the runs are recorded under the first key"
+
+
+def test_the_owner_of_the_state_directory_who_was_locked_out_makes_a_new_key(state: Path) -> None:
+    old = keys.read_keypair(keys.owner_key_path(state)).public
+    said = keys_command(state, "retire", "ada", "--all")
+    assert "`scavenger keys rotate-owner ada`" in said.output
+    keys.rotate_owner(state, "ada")
+    assert keys.enrolled_owners(state) == {keys.read_keypair(keys.owner_key_path(state)).public: old}
+
+
+def test_a_key_that_a_full_disk_keeps_accepted_is_told_in_one_line(state: Path) -> None:
+    """A limit on files' sizes stands for the disk: the same call fails, at the same place."""
+    keys.rotate_owner(state, "ada")
+    (state / "scavenger.toml").write_text(toml.dumps({"daemon": {"state_dir": str(state)}}))
+    command = f"ulimit -f 0; exec {sys.executable} -m scavenger keys retire ada -c {state}/scavenger.toml"
+    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 1
+    assert f"{state}/keys/owners/ada.pub cannot be written" in said.stderr
+    assert "the command is not done" in said.stderr
+    assert "remedy: " in said.stderr
+    assert "Traceback" not in said.stderr
+    assert len(keys.enrolled_owners(state)) == 2
+
+
+def test_a_name_that_is_no_owner_s_is_told_where_the_owners_are(state: Path) -> None:
+    with pytest.raises(AuthError, match="does not exist") as refused:
+        keys.retire_owner_keys(state, "nobody")
+    assert "`scavenger keys list`" in refused.value.remedy
 
 
 def test_the_daemons_jobs_are_known_by_the_same_name_after_its_key_was_changed(state: Path) -> None:

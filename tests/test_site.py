@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -69,6 +70,43 @@ def test_a_site_in_a_folder_is_searched_without_a_server(
     assert page.url.startswith((site / "harmless.html").as_uri())
     assert [one for one in addresses if one.startswith("file:")]
     assert [one for one in addresses if one.startswith(("http:", "https:", "ws:", "wss:"))] == []
+
+
+@pytest.mark.browser
+def test_a_question_in_plain_words_finds_the_section_that_answers_it(
+    site: Path, asked: tuple[Page, list[str]]
+) -> None:
+    """Each among the first four pages; what is history or made of the code comes after them."""
+    page, _ = asked
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").click()
+    for words, section in (
+        ("key leaked", "SECURITY.html#when-a-key-may-have-leaked"),
+        ("exclude node", "recovery.html#engines-die-on-one-node"),
+        ("truncated completions", "algorithms.html#truncated-completions"),
+        ("offline", "models.html#without-internet"),
+        ("maintenance", "admin.html#stop-it-or-empty-nodes"),
+        ("real GPUs", "questions.html#has-it-run-on-real-gpus"),
+    ):
+        page.keyboard.press("Control+A")
+        page.keyboard.type(words)
+        name, fragment = section.split("#")
+        link = f"a[href*='{name}'][href*='#{fragment}']"  # between both stands what was searched
+        found = page.locator(f".md-search-result__item:nth-child(-n+4) {link}").first
+        expect(found).to_be_attached(timeout=60_000)
+
+
+def test_history_and_reference_are_found_last(site: Path) -> None:
+    entries = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
+    last = {
+        entry["location"].split(".html")[0].split("/")[0] for entry in entries if entry.get("boost") == 0.01
+    }
+    assert last == {
+        *("benchmarks-archive", "changelog-archive", "client", "decisions", "licences", "schema", "project")
+    }
+    behind = {entry["location"].split("#")[0] for entry in entries if "boost" in entry}
+    assert "project/CHANGELOG.html" in behind
+    assert not behind & {"project/SECURITY.html", "project/CONTRIBUTING.html", "config.html", "cli.html"}
 
 
 def test_no_page_of_the_site_loads_anything_of_another_host(site: Path) -> None:

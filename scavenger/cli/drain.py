@@ -82,7 +82,10 @@ def _nodes(state_dir: Path, nodes: Sequence[str], *, now: bool, off: bool, reaso
     from scavenger.harvest import limits as harvest_limits
 
     if now:
-        raise ConfigError("drain --now is for all engines", "leave out --node, or --now")
+        raise ConfigError(
+            "drain --now is for all engines: those of one node are drained",
+            "leave out --now, and `scancel` what must go at once; or leave out --node",
+        )
     if off:
         for name in nodes:
             was = harvest_limits.resume_node(state_dir, name)
@@ -90,7 +93,8 @@ def _nodes(state_dir: Path, nodes: Sequence[str], *, now: bool, off: bool, reaso
         return
     for name in nodes:
         harvest_limits.drain_node(state_dir, name, _who(reason))
-    print(f"drains engines on {', '.join(nodes)}; none starts there until `scavenger drain --off --node`")
+    again = "".join(f" --node {name}" for name in nodes)
+    print(f"drains engines on {', '.join(nodes)}; none starts there until `scavenger drain --off{again}`")
     if gone:
         print(f"it is noted, and nothing is drained now, because no daemon serves: {gone}")
         raise typer.Exit(1)

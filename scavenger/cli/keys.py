@@ -108,7 +108,31 @@ def cluster(
 
 
 @app.command("retire")
-def retire(name: Name, config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """Accept only the owner's newest key; sessions under older ones end within seconds. The runs stay the owner's."""
-    retired = keys.retire_owner_keys(config.read_daemon(config_path).daemon.state_dir, name)
-    print(f"{retired} {'key' if retired == 1 else 'keys'} retired")
+def retire(
+    name: Name,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="the newest key too: none of the owner's may connect until another is added"
+        ),
+    ] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Accept only the owner's newest key; sessions under older ones end within seconds. The runs stay the owner's. Exit code 2: there is
+    no older key, so none was retired.
+
+    With `--all` the owner is locked out at once: engines of its runs leave, its training job is refused and ends."""
+    state_dir = config.read_daemon(config_path).daemon.state_dir
+    if not everything:
+        print(_retired(keys.retire_owner_keys(state_dir, name)))
+        return
+    count, back = keys.retire_all_owner_keys(state_dir, name)
+    print(f"{_retired(count)}: no key of {name} is accepted now")
+    print(
+        "its sessions end within seconds: harvested engines of its runs leave, and its training job's next call is refused, which ends it"
+    )
+    print(f"its runs, completions and checkpoints stay {name}'s; to let {name} back: {back}")
+
+
+def _retired(count: int) -> str:
+    return f"{count} {'key' if count == 1 else 'keys'} retired"

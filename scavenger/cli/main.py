@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -40,6 +40,7 @@ from scavenger.cli import config as cli_config
 from scavenger.cli import keys as cli_keys
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, OverOption, SetOption, removed
 from scavenger.errors import ConfigError, ScavengerError
+from scavenger.host import storage
 from scavenger.printable import printable
 from scavenger.protocol import keys
 
@@ -83,8 +84,17 @@ def main() -> None:
     try:
         app()
     except ScavengerError as error:
-        err.print(printable(f"scavenger: {error}"), markup=False)
-        sys.exit(error.exit_code)
+        _end(error)
+    except OSError as error:
+        full = storage.not_written(error)
+        if full is None:
+            raise
+        _end(full)
+
+
+def _end(error: ScavengerError) -> NoReturn:
+    err.print(printable(f"scavenger: {error}"), markup=False)
+    sys.exit(error.exit_code)
 
 
 @app.callback()

@@ -71,7 +71,7 @@ class RunSection(Section):
 
 
 class EmbeddedSection(Section):
-    """A daemon of the run's own, for a site that runs none ([admin.md](admin.md#without-an-admin))."""
+    """A daemon of the run's own, for a site that runs none ([admin.md](admin.md#without-an-admin-no-root-one-daemon-of-your-own))."""
 
     embedded: bool = False
     """`true`: the training job starts a daemon on its first node. The daemon ends with the run, and its
@@ -144,7 +144,7 @@ class DataSection(Section):
     """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
     filter_min_spread: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Groups whose greatest and least reward differ by less than this are not trained, and count in no denominator
-    ([data.md](data.md#which-groups-and-prompts-are-trained)). 0: no bound."""
+    ([data.md](data.md#which-groups-and-prompts-are-trained-filter-curriculum-replay)). 0: no bound."""
     filter_mean_min: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Groups whose mean reward is below this are not trained, likewise. None: no bound."""
     filter_mean_max: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -568,7 +568,7 @@ class AlgorithmSection(Section):
 
 
 class LoraSection(Section):
-    """Low-rank adapters, trained instead of the model's own weights ([models.md](models.md#lora))."""
+    """Low-rank adapters, trained instead of the model's own weights ([models.md](models.md#lora-train-adapters))."""
 
     rank: NonNegative = 0
     """Rank of the adapters. 0: all weights are trained. Above 0 it needs the extra `[lora]`."""
@@ -724,7 +724,8 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    """How the training ranks compute, and how they are divided ([models.md](models.md#ranks))."""
+    """How the training ranks compute, and how they are divided
+    ([models.md](models.md#ranks-several-nodes-fsdp-hsdp-context-and-tensor-parallelism))."""
 
     replicas: Positive = 1
     """Copies of the model over the ranks (HSDP): each is sharded over its own ranks, and gradients are summed

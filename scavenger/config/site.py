@@ -341,7 +341,7 @@ class HarvestSection(Section):
     and cancels those that still run after so many seconds."""
     sees_all_jobs: bool = False
     """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set: a coordinator of their
-    accounts does ([site.md](site.md#who-may-see-the-queue))."""
+    accounts does ([site.md](site.md#who-may-see-the-queue-privatedata))."""
     sole_user: bool = False
     """`true`: only the daemon's user may use the partition. The daemon then harvests it even if other users'
     jobs are hidden, because all of them can preempt its jobs."""

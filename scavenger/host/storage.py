@@ -27,6 +27,8 @@ _REMEDIES = {
     errno.ETIMEDOUT: "see to its server",
 }
 _MAY_NOT = frozenset({errno.EACCES, errno.EPERM})
+#: What says, of any call, that a file could not be written.
+_NOT_WRITTEN = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 class StorageError(ScavengerError):
@@ -43,6 +45,17 @@ def explained(error: OSError, path: Path, what: str) -> ScavengerError:
         )
     remedy = _REMEDIES.get(error.errno or 0, "see to the file system")
     return StorageError(f"{what}: {path} cannot be written: {why} ({free_text(path)})", remedy)
+
+
+def not_written(error: OSError) -> StorageError | None:
+    """The error for a file that a command could not write, because its file system takes no more; None for any other error."""
+    if error.errno not in _NOT_WRITTEN:
+        return None
+    path = Path(error.filename or ".").absolute()
+    return StorageError(
+        f"{path} cannot be written: {error.strerror} ({free_text(path)}): the command is not done",
+        f"{_REMEDIES[error.errno]}, then give the command again",
+    )
 
 
 def is_about_storage(error: OSError) -> bool:

@@ -133,8 +133,10 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a full disk's names none
         raise
 
 
@@ -163,6 +165,8 @@ def read_private(path: Path) -> bytes:
 
 def _how_to_get(path: Path) -> str:
     """What the user who looks for this key does. An owner's key may be of a site whose daemon is another user's."""
+    if path.parent.name == "owners":
+        return "`scavenger keys list` names the owners; `scavenger enroll NAME --public KEY` makes one"
     if path.name != _OWNER_KEY:
         return "run `scavenger init` first, or name the right state directory"
     folder = path.parent.parent
@@ -491,22 +495,73 @@ def guest_keys(state_dir: Path, report: Report | None = None) -> dict[str, KeyPa
 
 
 def add_owner_key(state_dir: Path, name: str, public: str) -> Path:
-    """A further key for an enrolled owner: both may connect, and the runs are the same owner's. Repeating it changes nothing."""
+    """A further key for an enrolled owner: both may connect, and the runs are the same owner's. Repeating it changes nothing; a key that
+    was retired is never accepted again (`AuthError`).
+    """
     path = _owner_path(state_dir, name)
     found = _owner_keys(path)
+    if public in [key.public for key in found if not key.allowed]:
+        raise AuthError(
+            f"that key of owner {name!r} was retired", "make another one: `scavenger keys make FILE`"
+        )
     if public not in [key.public for key in found]:
         _write_owner(path, [OwnerKey(_checked(public), time.time()), *found])
     return path
 
 
 def retire_owner_keys(state_dir: Path, name: str) -> int:
-    """Only the newest key of the owner may connect from now on; live sessions of the others end. Returns how many were retired."""
+    """Of the owner's accepted keys only the newest may connect from now on; live sessions of the others end. Returns how many were retired.
+
+    Raises `AuthError` where none could be: whoever asks because a key leaked must learn that it is still accepted.
+    """
     path = _owner_path(state_dir, name)
-    newest, *older = _owner_keys(path)
-    now = time.time()
-    retired = [key if not key.allowed else msgspec.structs.replace(key, until=now) for key in older]
-    _write_owner(path, [msgspec.structs.replace(newest, until=None), *retired])
-    return sum(key.allowed for key in older)
+    found = _owner_keys(path)
+    accepted = [key.public for key in found if key.allowed]
+    if not accepted:
+        raise AuthError(f"no key of owner {name!r} is accepted: none was retired", _how_back(state_dir, name))
+    if len(accepted) == 1:
+        raise AuthError(
+            f"owner {name!r} has one accepted key, and its newest stays: none was retired",
+            f"{_how_anew(state_dir, name, accepted[0])}; to lock the owner out at once: `scavenger keys retire {name} --all`",
+        )
+    retire_other_keys(state_dir, name, accepted[0])
+    return len(accepted) - 1
+
+
+def retire_all_owner_keys(state_dir: Path, name: str) -> tuple[int, str]:
+    """No key of the owner may connect from now on; live sessions end. The runs stay the owner's. Returns how many were retired, and what
+    lets the owner back. Raises `AuthError` where none was accepted.
+    """
+    accepted = sum(key.allowed for key in _owner_keys(_owner_path(state_dir, name)))
+    if not accepted:
+        raise AuthError(f"no key of owner {name!r} is accepted: none was retired", _how_back(state_dir, name))
+    retire_other_keys(state_dir, name, "")
+    return accepted, _how_back(state_dir, name)
+
+
+def _how_anew(state_dir: Path, name: str, public: str) -> str:
+    """How the owner of this accepted key comes to a newer one, and the older is retired."""
+    if joined_uid(state_dir, name) is not None:
+        return f"as {name}: `scavenger join PUBLIC_DIR --new`, which retires the older ones"
+    if _in_owner_key(state_dir) == public:
+        return f"`scavenger keys rotate-owner {name}` first, then retire"
+    return f"`scavenger keys make FILE` and `scavenger keys add {name} --public KEY` first, then retire"
+
+
+def _how_back(state_dir: Path, name: str) -> str:
+    """How an owner without an accepted key gets one."""
+    if joined_uid(state_dir, name) is not None:
+        return f"as {name}, while [owners] admits that user: `scavenger join PUBLIC_DIR --new`"
+    mine = _in_owner_key(state_dir)
+    if mine and mine in [key.public for key in _owner_keys(_owner_path(state_dir, name))]:
+        return f"`scavenger keys rotate-owner {name}`"
+    return f"`scavenger keys make FILE`, then `scavenger keys add {name} --public KEY`"
+
+
+def _in_owner_key(state_dir: Path) -> str:
+    """The public key in `keys/owner.key`; "" where there is no such file."""
+    path = owner_key_path(state_dir)
+    return read_keypair(path).public if path.exists() else ""
 
 
 def retire_other_keys(state_dir: Path, name: str, public: str) -> None:
@@ -572,11 +627,17 @@ def rotate_owner(state_dir: Path, name: str) -> Path:
     The new key is enrolled before the file names it, so that a crash in between leaves a key that works.
     """
     path = owner_key_path(state_dir)
-    if read_keypair(path).public not in [
-        key.public for key in _owner_keys(_owner_path(state_dir, name)) if key.allowed
-    ]:
+    its = _owner_keys(_owner_path(state_dir, name))
+    mine = read_keypair(path).public
+    if mine not in [key.public for key in its]:
+        owners = [
+            who for who, found in owner_keys(state_dir).items() if mine in [key.public for key in found]
+        ]
+        newest = next((key.public for key in its if key.allowed), "")
+        anew = _how_anew(state_dir, name, newest) if newest else _how_back(state_dir, name)
         raise AuthError(
-            f"{path} is not a key of owner {name!r}", "name the owner as its file in keys/owners is called"
+            f"{path} is not a key of owner {name!r}, who keeps one elsewhere",
+            f"{anew}{f'. The owner of that file: `scavenger keys rotate-owner {owners[0]}`' if owners else ''}",
         )
     fresh = generate()
     add_owner_key(state_dir, name, fresh.public)
@@ -611,10 +672,10 @@ def site_uid(state_dir: Path, server_public: str) -> str:
 
 def listed(state_dir: Path) -> list[Listed]:
     """Every key that this state directory knows, without anything secret. Raises `AuthError` for a file that cannot be believed."""
-    path, own = server_key_path(state_dir), owner_key_path(state_dir)
+    path = server_key_path(state_dir)
     server = read_keypair(path).public
     found = [Listed("daemon", "", server, path.stat().st_mtime, _server_state(state_dir, server))]
-    mine = read_keypair(own).public if own.exists() else ""
+    mine = _in_owner_key(state_dir)
     for name, its in owner_keys(state_dir).items():
         found += [
             Listed(

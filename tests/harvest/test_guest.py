@@ -127,7 +127,10 @@ def test_a_drained_node_gives_its_engines_back_and_gets_none_until_off(world: Wo
             nodes = {one.node for one in world.of(rec.AllocationStarted)}
             drained = min(nodes)
             said = await asyncio.to_thread(command, "--node", drained, "--reason", "new cables")
-            assert f"drains engines on {drained}" in said
+            assert (
+                f"drains engines on {drained}; none starts there until `scavenger drain --off --node {drained}`"
+                in said
+            )
             await until(
                 "it is empty", lambda: drained not in {job.node for job in harvester.tracker.jobs({})}
             )
@@ -148,6 +151,17 @@ def test_a_drained_node_gives_its_engines_back_and_gets_none_until_off(world: Wo
     assert {decision.code for decision in world.acted("drain")} == {"node_drained"}
     kinds = [event.kind for event in world.of(rec.Event) if event.kind.startswith("node_")]
     assert kinds == ["node_drained", "node_undrained"]
+
+
+def test_one_node_s_engines_are_drained_never_cancelled(world: World) -> None:
+    world.state_dir.mkdir(exist_ok=True)
+    path = world.state_dir.parent / "scavenger.toml"
+    path.write_text(f'[daemon]\nstate_dir = "{world.state_dir}"\n')
+    done = CliRunner().invoke(app, ["drain", "--config", str(path), "--now", "--node", "gpu17"])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.exit_code == 2
+    assert "leave out --now, and `scancel`" in done.exception.remedy
+    assert harvest_limits.drained_nodes(world.state_dir) == {}
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 300, "a\nb"])

@@ -72,6 +72,7 @@ case "$verb" in
     disable) [[ "$*" != *--now* ]] || stop ;;
     restart) stop; pid=; start ;;
     reload) kill -HUP "$pid" ;;
+    reset-failed) ;; # starts are not counted here
     status) kill -0 "$pid" && tail -n 5 {root}/daemon.log ;;
     *) echo "unknown: $*" >&2; exit 1 ;;
 esac

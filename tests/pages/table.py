@@ -463,6 +463,9 @@ wait %1""": By(
         "systemctl restart scavenger": Here(),
         "scavenger keys rotate-owner": SERVED,
         "scavenger keys retire NAME": Here(put={"NAME": "root"}, says="retired"),
+        "scavenger ledger report bad_nodes": SERVED,
+        'squeue -u scavenger -o "%i %j %T %N"': Here(put={"-u scavenger": "-u root"}, says="JOBID"),
+        'scavenger drain --node gpu17 --reason "new cables"': Here(says="scavenger drain --off --node gpu17"),
         "scavenger ledger report events --format csv | grep engine_set_aside": Here(
             needs=("served",), says="gpu02"
         ),
@@ -474,6 +477,7 @@ wait %1""": By(
             f"{PLACES}::test_dcgm_s_diagnosis_runs",
         ),
         'scontrol update nodename=NODE state=drain reason="wrong results"': Here(put={"NODE": "gpu07"}),
+        "systemctl reset-failed scavenger": Here(),
     },
     "docs/simulate.md": {
         "scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100 --html report.html": Here(
@@ -554,6 +558,7 @@ wait %1""": By(
     "docs/engines.md": {},
     "docs/client.md": {},
     "docs/index.md": {},
+    "docs/questions.md": {},
     "docs/comparison.md": {},
 }
 
@@ -605,8 +610,10 @@ QUOTED: dict[str, Entry] = {
         "tests/doctor/test_doctor_on_slurm.py::test_the_test_job_tells_of_its_node_and_leaves_nothing"
     ),
     "scavenger drain --off": SERVED,
-    "scavenger drain --node": Here(needs=("served",), put={"--node": "--node gpu07"}, says="gpu07"),
-    "scavenger drain": SERVED,
+    "scavenger drain --node gpu07": Here(needs=("served",), says="gpu07"),
+    "scavenger drain --off --node gpu07": Here(says="may start there again"),
+    "scavenger drain --off --node gpu17": Here(needs=("served",)),
+    "scavenger drain --now": Here(needs=("served",), says="cancels all engines"),
     "scavenger join /shared/scavenger/public --new": By(
         "tests/test_joining.py::test_a_new_key_can_retire_the_lost_one_and_a_retired_key_never_comes_back"
     ),
@@ -664,7 +671,9 @@ QUOTED: dict[str, Entry] = {
     "scavenger join PUBLIC_DIR --new": By(
         "tests/test_joining.py::test_a_new_key_can_retire_the_lost_one_and_a_retired_key_never_comes_back"
     ),
-    "scavenger keys rotate-owner NAME": Here(needs=("served",), put={"NAME": "root"}),
+    "scavenger keys retire NAME --all": By(
+        "tests/test_keys.py::test_an_owner_is_locked_out_at_once_and_comes_back_to_the_same_runs_with_another_key"
+    ),
     "scavenger doctor --submit --reach train1:7800 --reach train2:7800": By(
         "tests/doctor/test_doctor_on_slurm.py::test_a_node_without_our_python_or_way_to_our_port_is_a_problem_with_its_remedy"
     ),

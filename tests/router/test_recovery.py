@@ -149,6 +149,14 @@ def test_keys_are_changed_under_a_run_and_nobody_notices_who_should_not(
             with pytest.raises(Refused, match="this key was revoked"):
                 run.call(messages.SetReserved(True))
             second.call(messages.SetReserved(True))
+            keys.retire_all_owner_keys(state, "owner")
+            daemon.allow_owners()
+            with pytest.raises(Refused, match="this key was revoked"):
+                second.call(messages.SetReserved(True))
+        keys.rotate_owner(state, "owner")
+        daemon.allow_owners()
+        with Client.connect(state) as back:
+            assert open_run(back, daemon).attempt == 3, "the run stays the owner's"
 
 
 @pytest.mark.postgres
