@@ -32,7 +32,7 @@ from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.config import ClusterSection, DaemonConfig, HarvestSection
 from scavenger.errors import AuthError, ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
-from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources
+from scavenger.harvest.execute.edges import FurtherClusterJobs, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
 from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE, MALFORMED
 from scavenger.harvest.harvester import STOP_S, Harvester
@@ -50,12 +50,10 @@ COMMANDS = 6
 #: What a harvester may say of these at its worst: the daemon's time is everybody's.
 LEAST_POLL_S, MOST_COMMAND_S = 0.2, 600.0
 LIMITS = "limits.json"
-#: Between a cluster's name and its node's, where the ledger has nodes alone: no name of either has it.
-OF = "/"
 
 
-class Remembered(msgspec.Struct, frozen=True):
-    """What a cluster's harvester said last of its limits. `limits`: as `further.messages.Ready` has them."""
+class ReportedLimits(msgspec.Struct, frozen=True):
+    """What a cluster's harvester reported last of its limits. `limits`: as `further.messages.Ready` has them."""
 
     user: str
     limits: str
@@ -67,7 +65,7 @@ class Further:
 
     name: str
     harvester: Harvester
-    told: Remembered
+    reported: ReportedLimits
     line: LinkLine
     fault: str = ""
     task: asyncio.Task[None] | None = None
@@ -85,10 +83,17 @@ def tagged(records: Sequence[rec.Record], cluster: str) -> list[rec.Record]:
 
 def _tagged(record: rec.Record, cluster: str) -> rec.Record:
     match record:
-        case rec.JobIntended() | rec.ClusterPolled() | rec.OtherUserWaits() | rec.OtherUserWaited():
+        case (
+            rec.JobIntended()
+            | rec.ClusterPolled()
+            | rec.OtherUserWaits()
+            | rec.OtherUserWaited()
+            | rec.EngineDied()
+            | rec.NodeQuarantined()
+            | rec.NodeReleased()
+            | rec.Decision()
+        ):
             return msgspec.structs.replace(record, cluster=cluster)
-        case rec.NodeQuarantined() | rec.NodeReleased():
-            return msgspec.structs.replace(record, node=f"{cluster}{OF}{record.node}")
     return record
 
 
@@ -102,20 +107,18 @@ class ClusterState(NamedTuple):
 
 def of_cluster(snapshot: rec.Snapshot, name: str) -> ClusterState:
     """What of a snapshot is one cluster's; "" = the daemon's own. Pure."""
-    marked = f"{name}{OF}" if name else ""
-    nodes = [node for node in snapshot.quarantined if node.startswith(marked) and (name or OF not in node)]
     return ClusterState(
         tuple(job for job in snapshot.jobs if job.intended.cluster == name),
         tuple(one for one in snapshot.waits if one.cluster == name),
-        tuple(node.removeprefix(marked) for node in nodes),
+        tuple(node for cluster, node in snapshot.quarantined if cluster == name),
     )
 
 
-def config_of(own: DaemonConfig, name: str, told: Remembered) -> DaemonConfig:
+def config_of(own: DaemonConfig, name: str, reported: ReportedLimits) -> DaemonConfig:
     """The daemon's configuration with what a further cluster says of [cluster] and [harvest], and nothing of its own there. Raises
     `ConfigError`. Pure."""
     try:
-        sections = msgspec.json.decode(told.limits, type=dict[str, dict[str, Any]])
+        sections = msgspec.json.decode(reported.limits, type=dict[str, dict[str, Any]])
         paced = {key: value for key, value in sections["cluster"].items() if key in CLUSTER_KEYS}
         asked = {key: value for key, value in sections["harvest"].items() if key not in HARVEST_KEYS_THERE}
         cluster = ClusterSection.model_validate(paced)
@@ -186,8 +189,8 @@ class FurtherClusters:
         for path in sorted(folder.glob(f"*/{LIMITS}")):
             name = path.parent.name
             try:
-                told = msgspec.json.decode(path.read_bytes(), type=Remembered)
-                self._add(name, told, of_cluster(snapshot, name))
+                reported = msgspec.json.decode(path.read_bytes(), type=ReportedLimits)
+                self._add(name, reported, of_cluster(snapshot, name))
             except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))
         lost = {job.intended.cluster for job in snapshot.jobs} - {"", *self.clusters}
@@ -230,7 +233,7 @@ class FurtherClusters:
         """Go on with what may change live of the daemon's own file. Raises `ConfigError`."""
         self._config = config
         for one in self.clusters.values():
-            one.harvester.reconfigure(config_of(config, one.name, one.told))
+            one.harvester.reconfigure(config_of(config, one.name, one.reported))
 
     # ---------------------------------------------------------------- one cluster
 
@@ -239,8 +242,8 @@ class FurtherClusters:
         revoked = name not in self._admitted().values()
         try:
             if ready is not None and not revoked:
-                told = Remembered(ready.user, ready.limits.decode("utf-8", "replace"))
-                await self._obey(name, told)
+                reported = ReportedLimits(ready.user, ready.limits.decode("utf-8", "replace"))
+                await self._take_limits(name, reported)
             if revoked and name in self.clusters:
                 await self._mirror(name, "drain the key of its harvester was removed", {})
             elif ready is not None and not revoked:
@@ -256,33 +259,33 @@ class FurtherClusters:
                 one.harvester.reachable()
             self._keep_running(one, stop)
 
-    async def _obey(self, name: str, told: Remembered) -> None:
+    async def _take_limits(self, name: str, reported: ReportedLimits) -> None:
         """Raises `ConfigError`, `OSError`; then what was in force stays."""
         one = self.clusters.get(name)
-        if one is not None and one.told == told:
+        if one is not None and one.reported == reported:
             return
         if one is None:
-            config_of(self._config, name, told)
-            await asyncio.to_thread(self._remember, name, told)
-            self._add(name, told, self._left.pop(name, ClusterState((), (), ())))
+            config_of(self._config, name, reported)
+            await asyncio.to_thread(self._remember, name, reported)
+            self._add(name, reported, self._left.pop(name, ClusterState((), (), ())))
             return
-        if told.user != one.told.user:
+        if reported.user != one.reported.user:
             raise ConfigError(
-                f"jobs of cluster {name} would be user {told.user}'s, and were {one.told.user}'s",
+                f"jobs of cluster {name} would be user {reported.user}'s, and were {one.reported.user}'s",
                 "run its harvester as the user that it was; else restart the daemon without its jobs",
             )
-        one.harvester.reconfigure(config_of(self._config, name, told))
-        await asyncio.to_thread(self._remember, name, told)
-        one.told = told
+        one.harvester.reconfigure(config_of(self._config, name, reported))
+        await asyncio.to_thread(self._remember, name, reported)
+        one.reported = reported
 
-    def _remember(self, name: str, told: Remembered) -> None:
+    def _remember(self, name: str, reported: ReportedLimits) -> None:
         folder = keys.cluster_dir(self._config.daemon.state_dir, name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keys.write_private(folder / LIMITS, msgspec.json.encode(told))
+        keys.write_private(folder / LIMITS, msgspec.json.encode(reported))
 
-    def _add(self, name: str, told: Remembered, state: ClusterState) -> None:
+    def _add(self, name: str, reported: ReportedLimits, state: ClusterState) -> None:
         """Raises `ConfigError`."""
-        config = config_of(self._config, name, told)
+        config = config_of(self._config, name, reported)
         line = LinkLine(self.link, name, COMMANDS * config.cluster.command_timeout_s)
         cluster = LinkedCluster(line)
 
@@ -299,13 +302,13 @@ class FurtherClusters:
             LedgerWrites(commit, write),
             self._router(name),
             Sources(self._clock),
-            elsewhere=Elsewhere(
-                name, told.user, EnginesUser(line, config.daemon.state_dir), cluster.submit_engine
+            further=FurtherClusterJobs(
+                name, reported.user, EnginesUser(line, config.daemon.state_dir), cluster.submit_engine
             ),
         )
         harvester.restore(*state)
-        self.clusters[name] = Further(name, harvester, told, line)
-        log.info("further cluster", cluster=name, partition=config.harvest.partition, user=told.user)
+        self.clusters[name] = Further(name, harvester, reported, line)
+        log.info("further cluster", cluster=name, partition=config.harvest.partition, user=reported.user)
 
     def _keep_running(self, one: Further, stop: asyncio.Event) -> None:
         """Its harvester runs; where it ended with a fault of its cluster it is tried again. Raises any other fault."""
@@ -328,10 +331,10 @@ class FurtherClusters:
 
     async def _mirror(self, name: str, stop: str, drained: Mapping[str, str]) -> None:
         """What its admin ordered there lies in files here, where its harvester reads it, and stays in force while the link is down."""
-        said = (stop, dict(drained))
-        if self._mirrored.get(name) != said:
-            await asyncio.to_thread(_write_orders, self._config.daemon.state_dir, name, *said)
-            self._mirrored[name] = said
+        orders = (stop, dict(drained))
+        if self._mirrored.get(name) != orders:
+            await asyncio.to_thread(_write_orders, self._config.daemon.state_dir, name, *orders)
+            self._mirrored[name] = orders
 
     def _faulty(self, name: str, why: str) -> None:
         if self._faults.get(name) != why:
@@ -340,7 +343,7 @@ class FurtherClusters:
 
     # ---------------------------------------------------------------- what others ask of it
 
-    def elsewhere(self, name: str) -> Counter[int]:
+    def engines_of_others(self, name: str) -> Counter[int]:
         """Engines by run that other clusters than this one have; "" = the daemon's own."""
         found: Counter[int] = Counter()
         for other, harvester in (("", self.own), *((o.name, o.harvester) for o in self.clusters.values())):

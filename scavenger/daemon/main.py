@@ -630,7 +630,9 @@ class Daemon:
 
         def demand() -> list[Demand]:
             asked = self._enrolment.of_owners(router.demand(self.clock()))
-            return asked if self.clusters is None else without(asked, self.clusters.elsewhere(cluster))
+            return (
+                asked if self.clusters is None else without(asked, self.clusters.engines_of_others(cluster))
+            )
 
         return RouterLink(
             post=server.post,

@@ -47,7 +47,7 @@ from scavenger.harvest.decide.actions import (
 from scavenger.harvest.decide.drain import leave_for_blackout_at, must_end_by, unseen
 from scavenger.harvest.decide.environments import EnvironmentLimits
 from scavenger.harvest.execute import job_script
-from scavenger.harvest.execute.edges import Elsewhere, LedgerWrites, RouterLink, Sources, WorkerKeys
+from scavenger.harvest.execute.edges import FurtherClusterJobs, LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.session import (
@@ -262,7 +262,7 @@ def _is_own(file: str) -> bool:
 
 class Harvester:
     """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
-    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay. `elsewhere`: its jobs are on a further cluster."""
+    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay. `further`: its jobs are on a further cluster."""
 
     def __init__(
         self,
@@ -276,22 +276,24 @@ class Harvester:
         learned: Callable[[ClusterInfo], None] = lambda _info: None,
         observed: Callable[[ClusterView], None] = lambda _view: None,
         drain_notice_s: float = DRAIN_NOTICE_S,
-        elsewhere: Elsewhere | None = None,
+        further: FurtherClusterJobs | None = None,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._router, self._write, self._observed = router, ledger.write, observed
         self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
         self._template, self._token = self._read_template(config), sources.token
-        self._elsewhere = elsewhere
-        user = client.jobs_user(config) if elsewhere is None else elsewhere.user
+        self._further = further
+        user = client.jobs_user(config) if further is None else further.user
         self.session = HarvestSession(rules_of(config, uid, user), self._mint)
         self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config)
         self._thread = OneThread("cluster")
-        self._engines = client.engines_user_of(config) if elsewhere is None else elsewhere.engines
+        self._engines = client.engines_user_of(config) if further is None else further.engines
         self._claims: Counter[int] = Counter()  # engines by run, as of the last decision
-        self._keys = WorkerKeys(self._state_dir, router, self._engines)
+        self._keys = WorkerKeys(
+            self._state_dir, router, self._engines, further.name if further is not None else ""
+        )
         self._durable = Durable(
             ledger, lambda: cycle_timeout_s(self.config.cluster.fast_poll_interval_s), sources.clock
         )
@@ -303,7 +305,7 @@ class Harvester:
             learned=learned,
             write=ledger.write,
             sources=sources,
-            called=elsewhere.name if elsewhere is not None else "",
+            called=further.name if further is not None else "",
         )
         self._pace = PollPace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
@@ -534,7 +536,7 @@ class Harvester:
         """What runs of this daemon's own user want: an environment is a run's own code, and its job is the user's who submits it.
 
         On a further cluster none: their file is not there."""
-        if not self.config.harvest.max_environment_workers or self._engines is not None or self._elsewhere:
+        if not self.config.harvest.max_environment_workers or self._engines is not None or self._further:
             return []
         return [one for one in self._router.environments() if _is_own(one.file)]
 
@@ -673,8 +675,8 @@ class Harvester:
     async def _submit(self, intent_id: str, action: Submit) -> int:
         """The key file is there before its job, and the key is let in before its worker comes."""
         assert self._poller.info is not None  # a job is submitted on a view
-        if self._elsewhere is not None:
-            submit = partial(self._elsewhere.submit, self.uid, intent_id, action)
+        if self._further is not None:
+            submit = partial(self._further.submit, self.uid, intent_id, action)
         else:
             backend = self._poller.info.backend
             template = job_script.read_template(None) if action.environment else self._template

@@ -339,6 +339,7 @@ class WorkerJoined(Record, frozen=True):
     engine: str
     at: float
     slot: str = ""
+    cluster: str = ""  # as its key says
 
 
 class WorkerLeft(Record, frozen=True):
@@ -509,6 +510,7 @@ class EngineDied(Record, frozen=True):
     reason: str
     lived_s: float
     at: float
+    cluster: str = ""
 
 
 class NodeQuarantined(Record, frozen=True):
@@ -518,11 +520,13 @@ class NodeQuarantined(Record, frozen=True):
     reason: str
     until_at: float
     at: float
+    cluster: str = ""
 
 
 class NodeReleased(Record, frozen=True):
     node: str
     at: float
+    cluster: str = ""
 
 
 class Decision(Record, frozen=True):
@@ -538,6 +542,7 @@ class Decision(Record, frozen=True):
     inputs: str
     at: float
     code: str = ""
+    cluster: str = ""  # whose queue it was decided from; "" = the daemon's own, or none
 
 
 class Event(Record, frozen=True):
@@ -664,7 +669,7 @@ class OpenIntent(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything a restarted daemon needs. `next_*` are greater than every id in use.
 
-    `waits`, `training_jobs` and `quarantined` (nodes): those that had not ended.
+    `waits`, `training_jobs` and `quarantined` (cluster and node): those that had not ended.
 
     `groups`: those of unfinished runs that are open, complete but not final, or consumed by steps later than the oldest kept checkpoint's.
     `retries`: (run_id, purpose, step, prompt_index, retry) of the newest group given up.
@@ -681,7 +686,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     retries: tuple[tuple[int, str, int, int, int], ...] = ()
     waits: tuple[OtherUserWaits, ...] = ()
     training_jobs: tuple[TrainingJobStarted, ...] = ()
-    quarantined: tuple[str, ...] = ()
+    quarantined: tuple[tuple[str, str], ...] = ()
     next_episode_id: int = 1
     episodes: tuple[EpisodeState, ...] = ()
     turns: tuple[TurnBegun, ...] = ()  # of open episodes, in the order of their numbers

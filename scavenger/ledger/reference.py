@@ -50,6 +50,7 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "raw_logprob_bytes": "Bytes of `chunks.raw_logprobs`.",
     },
     "v_token_differences": {"difference_bytes": "Bytes of `token_differences.differences`."},
+    "v_workers": {"place": "The node, and before it the further cluster: `CLUSTER/NODE`."},
     "v_tool_calls": {
         "state": "`answered`; `asked`: there is no answer yet, and its episode is open; `unknown`: its episode is over, and whether "
         "the call took effect, nobody knows.",

@@ -467,6 +467,7 @@ workers = Table(
     _int("samples", "Samples in flight when it left."),
     _int("salvaged", "Their tokens that were durable then, and went on elsewhere."),
     _int("regenerated", "Their tokens that were lost with it."),
+    _cluster(),
     Index("ix_workers_intent", "intent_id", "incarnation"),
     Index("ix_workers_left", "left_at"),
     **_row("one engine process"),
@@ -576,6 +577,7 @@ decisions = Table(
     _text("inputs", "What it was decided from, as JSON."),
     _time("at", "When."),
     _text("code", "The reason in a word, for queries: a `HarvestCode` or a `PolicyCode`; may be empty."),
+    _cluster(),
     Index("ix_decisions_at", "at"),
     **_row("what a policy decided, on what inputs, and why"),
 )
@@ -668,6 +670,7 @@ engine_deaths = Table(
     _text("reason", "Slurm's state and reason, in words."),
     _time("lived_s", "Seconds that it ran."),
     _time("at", "When it was seen."),
+    _cluster(),
     Index("ix_engine_deaths_node", "node"),
     **_row("one harvested job that ended by its own fault, or its node's"),
 )
@@ -683,6 +686,7 @@ node_quarantines = Table(
     _maybe_time(
         "released_at", "Sooner than that, where the run was at fault or the daemon was restarted; null else."
     ),
+    _cluster(),
     Index("ix_node_quarantines_node", "node"),
     **_row("one quarantine of a node"),
 )

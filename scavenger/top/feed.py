@@ -29,6 +29,7 @@ from scavenger.ledger.read import tokens
 from scavenger.ledger.read.reader import connected
 from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.observe import status
+from scavenger.protocol.keys import cluster_dir
 from scavenger.top import text
 from scavenger.top.view import DaemonFacts, Inputs, LedgerFacts, Row
 
@@ -134,10 +135,12 @@ class SiteFeed:
             shown = [f"(no text: {why}) ids {found[name]}" for name in ("prompt", "tokens")]
         return [("prompt", shown[0].splitlines()), ("completion", shown[1].splitlines())]
 
-    def node(self, name: str) -> list[Text]:
+    def node(self, place: str) -> list[Text]:
+        """Of a node; `place`: its name, on a further cluster CLUSTER/NODE."""
+        cluster, _, name = place.rpartition("/")
         with connected(self._url) as connection:
-            held = _rows(connection, "top_node_allocations", node=name, most=30)
-            faults = _rows(connection, "top_node_faults", node=name, most=30)
+            held = _rows(connection, "top_node_allocations", cluster=cluster, node=name, most=30)
+            faults = _rows(connection, "top_node_faults", cluster=cluster, node=name, most=30)
         allocations = [
             f"{text.moment(row['started_at'])}  job {row['job_id']} (restart {row['restart_count']}), {row['gpus']} GPUs for "
             f"{text.age((row['ended_at'] or self._clock()) - row['started_at'])}: {row['reason'] or 'holds them'}"
@@ -148,9 +151,10 @@ class SiteFeed:
             + (f", until {text.moment(row['until_at'])}" if row["until_at"] else "")
             for row in faults
         ]
-        drained = _drained(self._state_dir).get(name, "no")
+        folder = cluster_dir(self._state_dir, cluster) if cluster else self._state_dir
+        drained = _drained(folder).get(name, "no")
         return text.detail(
-            f"node {name}",
+            f"node {place}",
             {"drained by us": drained},
             [("allocations", allocations or ["none"]), ("faults", wrong or ["none"])],
         )
@@ -176,6 +180,11 @@ class SiteFeed:
     def drain(self, node: str, *, off: bool) -> str:
         if why := self.may_not_drain():
             raise ScavengerError(f"nothing was drained: {why}")
+        if "/" in node:
+            cluster, _, name = node.partition("/")
+            raise ScavengerError(
+                f"nothing was drained: {name} is of cluster {cluster}", "use `scavenger drain` there"
+            )
         who = f"{user_name()} (scavenger top)"
         try:
             if not node:

@@ -176,6 +176,7 @@ def _decided(site: _Site, at: float, action: str, code: str, node: str, reason: 
             "reason": reason,
             "inputs": inputs,
             "node": node,
+            "cluster": "",
         },
     )
 

@@ -368,7 +368,7 @@ DECISIONS = ("time", "action", "code", "node", "reason")
 
 def decision_cells(decision: DecisionView) -> Cells:
     d = decision
-    return _cells(clock(d.at), d.action, d.code, d.node or "-", d.reason)
+    return _cells(clock(d.at), d.action, d.code, d.node or (f"{d.cluster}/-" if d.cluster else "-"), d.reason)
 
 
 # ---------------------------------------------------------------- details
@@ -410,4 +410,6 @@ def decision_detail(decision: Mapping[str, Any], inputs: Iterable[str]) -> list[
     """`inputs`: its lines, as JSON has them."""
     names = ("policy", "action", "subject", "code", "reason")
     facts = {"at": moment(decision["at"])} | {name: decision[name] for name in names}
+    if decision["cluster"]:
+        facts["cluster"] = decision["cluster"]
     return detail(f"decision {decision['id']}", facts, [("inputs", inputs)])

@@ -178,6 +178,7 @@ class DecisionView(msgspec.Struct, frozen=True):
     code: str
     reason: str
     node: str = ""
+    cluster: str = ""
 
 
 class SampleView(msgspec.Struct, frozen=True):
@@ -533,7 +534,10 @@ def _decisions(ledger: LedgerFacts | None) -> tuple[DecisionView, ...]:
         DecisionView(
             row["id"],
             row["at"],
-            *(clean(row[name]) for name in ("policy", "action", "subject", "code", "reason", "node")),
+            *(
+                clean(row[name])
+                for name in ("policy", "action", "subject", "code", "reason", "node", "cluster")
+            ),
         )
         for row in ledger.decisions
     )

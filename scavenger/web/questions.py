@@ -228,10 +228,10 @@ FROM ended e JOIN v_days d ON d.day = e.day
 GROUP BY d.day_utc ORDER BY d.day_utc DESC"""
 
 DECISIONS = """-- Decisions before one, newest first.
-SELECT id, at, policy, action, subject, code, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
+SELECT id, at, policy, action, subject, code, cluster, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
 
 DECISION = """-- One decision with what it was decided from.
-SELECT id, at, policy, action, subject, code, reason, inputs FROM v_decisions WHERE id = {id}"""
+SELECT id, at, policy, action, subject, code, cluster, reason, inputs FROM v_decisions WHERE id = {id}"""
 
 PULSE = """-- Changes with every transaction of the ledger's writer.
 SELECT COALESCE(max(generation), 0) AS generation, COALESCE(sum(batch), 0) AS batches FROM v_generations"""

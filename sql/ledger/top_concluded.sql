@@ -1,6 +1,6 @@
--- The newest decision of the harvester; none where it is not among the newest of all.
+-- The newest decision of the harvester on the daemon's own cluster; none where it is not among the newest of all.
 SELECT d.at, d.reason, d.inputs
 FROM (SELECT * FROM v_decisions ORDER BY id DESC LIMIT 5000) d
-WHERE d.policy = 'harvest'
+WHERE d.policy = 'harvest' AND d.cluster = ''
 ORDER BY d.id DESC
 LIMIT 1;

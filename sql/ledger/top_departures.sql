@@ -1,5 +1,5 @@
 -- Engines that left: why, with notice or without, and what became of the tokens that were in flight; the newest first.
-SELECT w.worker_id, r.name AS run, w.kind, w.node, w.job_id, w.left_at, w.reason, w.notice, w.samples, w.salvaged, w.regenerated,
+SELECT w.worker_id, r.name AS run, w.kind, w.place AS node, w.job_id, w.left_at, w.reason, w.notice, w.samples, w.salvaged, w.regenerated,
        COALESCE(h.reason, '') AS allocation_end
 FROM (SELECT * FROM v_workers WHERE left_at IS NOT NULL ORDER BY left_at DESC LIMIT :most) w
 JOIN v_runs r ON r.run_id = w.run_id

@@ -6,7 +6,7 @@ WITH held AS (
     WHERE s.state = 'open'
     GROUP BY l.worker_id
 )
-SELECT w.worker_id, w.run_id, r.name AS run, w.kind, w.node, w.gpus, w.job_id, w.engine, w.slot, w.joined_at,
+SELECT w.worker_id, w.run_id, r.name AS run, w.kind, w.place AS node, w.gpus, w.job_id, w.engine, w.slot, w.joined_at,
        COALESCE(h.samples, 0) AS samples, COALESCE(h.tokens, 0) AS tokens, h.version
 FROM v_workers w
 JOIN v_runs r ON r.run_id = w.run_id AND r.state = 'active'

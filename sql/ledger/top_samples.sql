@@ -11,7 +11,7 @@ WITH chosen AS (
         ORDER BY moves DESC, accepted_len DESC, sample_id LIMIT :most
     ) AS used
 )
-SELECT s.sample_id, r.name AS run, g.step, g.prompt_index, s.state, s.accepted_len, s.moves, s.reward, l.worker_id, w.node
+SELECT s.sample_id, r.name AS run, g.step, g.prompt_index, s.state, s.accepted_len, s.moves, s.reward, l.worker_id, w.place AS node
 FROM chosen c
 JOIN v_samples s ON s.sample_id = c.sample_id
 JOIN v_groups g ON g.group_id = s.group_id

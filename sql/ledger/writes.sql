@@ -167,9 +167,9 @@ WHERE tool_calls.call_id = :p_call_id;
 
 -- WorkerJoined
 INSERT INTO workers (worker_id, run_id, kind, intent_id, session, incarnation, job_id, node, gpus, engine, slot,
-    joined_at, reason, samples, salvaged, regenerated)
+    joined_at, reason, samples, salvaged, regenerated, cluster)
 VALUES (:p_worker_id, :p_run_id, :p_kind, :p_intent_id, :p_session, :p_incarnation, :p_job_id, :p_node, :p_gpus,
-    :p_engine, :p_slot, :p_at, '', 0, 0, 0);
+    :p_engine, :p_slot, :p_at, '', 0, 0, 0, :p_cluster);
 
 -- WorkerLeft
 UPDATE workers
@@ -244,21 +244,22 @@ SET ended_at=:p_at
 WHERE training_jobs.run_id = :p_run_id AND training_jobs.job_id = :p_job_id AND training_jobs.ended_at IS NULL;
 
 -- EngineDied
-INSERT INTO engine_deaths (node, run_id, intent_id, job_id, restart_count, exit_code, reason, lived_s, at)
-VALUES (:p_node, :p_run_id, :p_intent_id, :p_job_id, :p_restart_count, :p_exit_code, :p_reason, :p_lived_s, :p_at);
+INSERT INTO engine_deaths (node, run_id, intent_id, job_id, restart_count, exit_code, reason, lived_s, at, cluster)
+VALUES (:p_node, :p_run_id, :p_intent_id, :p_job_id, :p_restart_count, :p_exit_code, :p_reason, :p_lived_s, :p_at,
+    :p_cluster);
 
 -- NodeQuarantined
-INSERT INTO node_quarantines (node, reason, at, until_at)
-VALUES (:p_node, :p_reason, :p_at, :p_until_at);
+INSERT INTO node_quarantines (node, reason, at, until_at, cluster)
+VALUES (:p_node, :p_reason, :p_at, :p_until_at, :p_cluster);
 
 -- NodeReleased
 UPDATE node_quarantines
 SET released_at=:p_at
-WHERE node_quarantines.node = :p_node AND node_quarantines.released_at IS NULL;
+WHERE node_quarantines.node = :p_node AND node_quarantines.cluster = :p_cluster AND node_quarantines.released_at IS NULL;
 
 -- Decision
-INSERT INTO decisions (policy, action, subject, reason, inputs, at, code)
-VALUES (:p_policy, :p_action, :p_subject, :p_reason, :p_inputs, :p_at, :p_code);
+INSERT INTO decisions (policy, action, subject, reason, inputs, at, code, cluster)
+VALUES (:p_policy, :p_action, :p_subject, :p_reason, :p_inputs, :p_at, :p_code, :p_cluster);
 
 -- Event
 INSERT INTO events (kind, run_id, subject, reason, detail, at)

@@ -4,6 +4,6 @@ newest AS (
   SELECT * FROM v_decisions WHERE at >= (SELECT since FROM bounds) AND at < (SELECT until FROM bounds)
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
-SELECT id, CAST(at AS bigint) AS at_unix_s, policy, action, subject, code, reason, inputs
+SELECT id, CAST(at AS bigint) AS at_unix_s, policy, action, subject, code, reason, inputs, cluster
 FROM newest
 ORDER BY id;

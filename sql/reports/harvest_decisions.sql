@@ -6,7 +6,7 @@ newest AS (
   SELECT * FROM v_decisions WHERE policy = 'harvest' AND at >= (SELECT since FROM bounds) AND at < (SELECT until FROM bounds)
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
-SELECT d.id, CAST(d.at AS bigint) AS at_unix_s, d.action, d.subject, j.job_id, j.node, d.code, d.reason
+SELECT d.id, CAST(d.at AS bigint) AS at_unix_s, d.action, d.subject, j.job_id, j.node, d.code, d.reason, d.cluster
 FROM newest d
 LEFT JOIN v_jobs j ON j.intent_id = d.subject
 ORDER BY d.id;

@@ -1,21 +1,21 @@
--- How many GPU-hours were idle and not harvested, by day (UTC) and reason?
+-- How many GPU-hours were idle and not harvested, by day (UTC), cluster and reason?
 -- Between two polls of the cluster the idle GPUs of the first count, on the day it was made, under what the harvest policy
--- decided on it; the newest counts up to the ledger's last commit. A poll counts for 300 s at most, as in other_users_waiting; the
+-- decided on that cluster; the newest counts up to the ledger's last commit. A poll counts for 300 s at most, as in other_users_waiting; the
 -- time after that is "not observed", with the GPUs idle as last seen. `code` is of scavenger/harvest/decide/actions.py:Code.
 WITH polls AS (
-    SELECT at, day, gpus_idle, COALESCE(lead(at) OVER (PARTITION BY cluster ORDER BY at, id), (SELECT unix_s FROM v_now)) AS next_at FROM v_cluster_polls
+    SELECT at, day, cluster, gpus_idle, COALESCE(lead(at) OVER (PARTITION BY cluster ORDER BY at, id), (SELECT unix_s FROM v_now)) AS next_at FROM v_cluster_polls
 ),
 seen AS (
-    SELECT at, day, gpus_idle, next_at, CASE WHEN next_at - at > 300 THEN at + 300 ELSE next_at END AS until FROM polls
+    SELECT at, day, cluster, gpus_idle, next_at, CASE WHEN next_at - at > 300 THEN at + 300 ELSE next_at END AS until FROM polls
 ),
 spells AS (
-    SELECT s.day, s.gpus_idle, s.until - s.at AS lasted_s,
-           (SELECT d.id FROM v_decisions d WHERE d.at < s.until AND d.policy = 'harvest' ORDER BY d.at DESC, d.id DESC LIMIT 1) AS decision
+    SELECT s.day, s.cluster, s.gpus_idle, s.until - s.at AS lasted_s,
+           (SELECT d.id FROM v_decisions d WHERE d.at < s.until AND d.policy = 'harvest' AND d.cluster = s.cluster ORDER BY d.at DESC, d.id DESC LIMIT 1) AS decision
     FROM seen s
     WHERE s.until > s.at AND s.gpus_idle > 0
 ),
 explained AS (
-    SELECT p.day, p.gpus_idle * p.lasted_s AS gpu_s, COALESCE(d.reason, '') AS words,
+    SELECT p.day, p.cluster, p.gpus_idle * p.lasted_s AS gpu_s, COALESCE(d.reason, '') AS words,
            CASE WHEN d.id IS NULL THEN 'nothing was decided yet'
                 WHEN d.action = 'submit' THEN 'jobs for them were being submitted'
                 WHEN d.action <> 'none' THEN 'engines were being drained'
@@ -52,13 +52,13 @@ explained AS (
     FROM spells p
     LEFT JOIN v_decisions d ON d.id = p.decision
     UNION ALL
-    SELECT day, gpus_idle * (next_at - until), '', 'not observed: for over 300 s the daemon or Slurm was away (idle as last seen)'
+    SELECT day, cluster, gpus_idle * (next_at - until), '', 'not observed: for over 300 s the daemon or Slurm was away (idle as last seen)'
     FROM seen
     WHERE next_at > until AND gpus_idle > 0
 )
 SELECT d.day_utc, e.reason, count(*) AS polls, round(CAST(sum(e.gpu_s) / 3600 AS numeric), 4) AS idle_gpu_hours,
-       max(e.words) AS example_reason
+       max(e.words) AS example_reason, e.cluster
 FROM explained e
 JOIN v_days d ON d.day = e.day
-GROUP BY d.day_utc, e.reason
-ORDER BY d.day_utc, idle_gpu_hours DESC, e.reason;
+GROUP BY d.day_utc, e.cluster, e.reason
+ORDER BY d.day_utc, e.cluster, idle_gpu_hours DESC, e.reason;

@@ -288,7 +288,7 @@ def test_bytes_that_no_decoder_takes_end_neither_the_link_nor_the_daemon(
             view.result(20)
     limits_of_it = '{"cluster": {"x": ' + "[" * 100_000 + "]" * 100_000 + '}, "harvest": {}}'
     with pytest.raises(ConfigError, match="limits of cluster b cannot be read"):
-        clusters.config_of(site_of(tmp_path), "b", clusters.Remembered("u", limits_of_it))
+        clusters.config_of(site_of(tmp_path), "b", clusters.ReportedLimits("u", limits_of_it))
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def ends(site: Cluster, job_id: int) -> bool:
 
 def test_what_a_harvester_says_names_no_file_of_the_daemon_s_host_and_cannot_hurry_it(tmp_path: Path) -> None:
     own = site_of(tmp_path / "own")
-    honest = msgspec.json.decode(process.told(site_of(tmp_path / "b", max_engines=7)))
+    honest = msgspec.json.decode(process.limits_json(site_of(tmp_path / "b", max_engines=7)))
     assert clusters.config_of(own, "b", remembered(honest)).harvest.max_engines == 7
     honest["harvest"] |= {"job_template": "/etc/shadow", "stop_file": "/etc/shadow", "python": "/bin/sh"}
     honest["cluster"] |= {
@@ -530,7 +530,7 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
         {"start": f"2035-01-{day:02}T08:00:00", "end": f"2035-01-{day:02}T09:00:00", "reason": "cooling" * 90}
         for day in range(1, 29)
     ]
-    told = process.told(site_of(tmp_path / "b", blackout=spans))
+    told = process.limits_json(site_of(tmp_path / "b", blackout=spans))
     assert len(told) > 16 * 1024
 
     async def play() -> None:
@@ -545,9 +545,9 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
             return clusters.FurtherClusters(own, pair, UID, writes, lambda _: nothing, time.time, dict)
 
         first, again = made(), made()
-        await first._obey("b", clusters.Remembered("u", told.decode()))
+        await first._take_limits("b", clusters.ReportedLimits("u", told.decode()))
         again.restore(cast(Any, SimpleNamespace(jobs=(), waits=(), quarantined=())))
-        assert again.clusters["b"].told == first.clusters["b"].told
+        assert again.clusters["b"].reported == first.clusters["b"].reported
         first.close()
         again.close()
 
@@ -559,8 +559,8 @@ def test_the_link_has_a_port_of_its_own(tmp_path: Path) -> None:
         DaemonSection(state_dir=tmp_path, port=7470, clusters_port=7470)
 
 
-def remembered(sections: Any) -> clusters.Remembered:
-    return clusters.Remembered("u", msgspec.json.encode(sections).decode())
+def remembered(sections: Any) -> clusters.ReportedLimits:
+    return clusters.ReportedLimits("u", msgspec.json.encode(sections).decode())
 
 
 def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() -> None:
@@ -572,9 +572,12 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
     ]
     polled = rec.ClusterPolled(1, 2, 3, 4, 5, 6, 7.0)
     sick, well = rec.NodeQuarantined("n1", "why", 2.0, 1.0), rec.NodeReleased("n1", 3.0)
-    found: list[Any] = clusters.tagged([polled, sick, well, rec.Heartbeat(1.0)], "b")
-    assert [found[0].cluster, found[1].node, found[2].node] == ["b", "b/n1", "b/n1"]
-    assert found[3] == rec.Heartbeat(1.0)
+    decided = rec.Decision("harvest", "none", "", "no run is open", "{}", 1.0)
+    died = rec.EngineDied("n1", 1, "scv-1", 7, 0, 1, "FAILED", 2.0, 3.0)
+    found: list[Any] = clusters.tagged([polled, sick, well, decided, died, rec.Heartbeat(1.0)], "b")
+    assert [one.cluster for one in found[:5]] == ["b"] * 5
+    assert [one.node for one in (found[1], found[2], found[4])] == ["n1"] * 3
+    assert found[5] == rec.Heartbeat(1.0)
     intents = [
         rec.OpenIntent(
             rec.JobIntended(f"scv-{n}", 1, "p", 1, "k", 1.0, cluster=c), 7, "RUNNING", 0, "n1", True
@@ -582,7 +585,9 @@ def test_clusters_share_the_demand_and_their_records_and_nodes_are_told_apart() 
         for n, c in enumerate(("", "b", "c"))
     ]
     waits = [rec.OtherUserWaits(5, "u", "p", 1, 1.0, 1.0, 1.0, cluster=c) for c in ("b", "")]
-    snapshot: Any = SimpleNamespace(jobs=intents, waits=waits, quarantined=("n1", "b/n1", "bb/n2"))
+    snapshot: Any = SimpleNamespace(
+        jobs=intents, waits=waits, quarantined=(("", "n1"), ("b", "n1"), ("bb", "n2"))
+    )
     assert clusters.of_cluster(snapshot, "") == ((intents[0],), (waits[1],), ("n1",))
     assert clusters.of_cluster(snapshot, "b") == ((intents[1],), (waits[0],), ("n1",))
     assert clusters.uid_of(UID, "b") != clusters.uid_of(UID, "c") != UID
@@ -743,8 +748,8 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
                 )
                 await until("they are known", lambda: len(world.of(rec.AllocationStarted)) == 2)
                 assert {one.cluster for one in world.of(rec.JobIntended)} == {"b"}
-                assert made.elsewhere("") == {1: 2}
-                assert made.elsewhere("b") == {}
+                assert made.engines_of_others("") == {1: 2}
+                assert made.engines_of_others("b") == {}
                 first = {job.job_id: job.name for job in world.jobs()}
                 assert {path.stem for path in (tmp_path / "far/workers").glob("*.key")} >= set(first.values())
                 assert keys.read_rendezvous(tmp_path / "far").server_key == server.public

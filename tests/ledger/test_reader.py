@@ -457,4 +457,4 @@ def test_waits_training_jobs_and_quarantines_that_have_not_ended_are_handed_on(u
     written(url, [*everything(), open_ones])
     found = snapshot(url)
     assert (found.waits, found.training_jobs) == ((open_ones[0],), (open_ones[1],))
-    assert found.quarantined == ("n9",)
+    assert found.quarantined == (("", "n9"),)

@@ -593,6 +593,47 @@ def test_gpus_of_a_job_that_is_recorded_anew_are_counted_once(url: str) -> None:
     assert picked(answers(url, "run_cost"), "run", "reserved_gpu_hours")[0] == ("sorting", 2)
 
 
+def test_idle_gpu_hours_are_explained_by_what_was_decided_on_their_cluster(url: str) -> None:
+    records = [
+        r.ClusterPolled(3, 0, 6, 4, 0, 0, T0),
+        r.Decision("harvest", "none", "", "no", "{}", T0 + 1, HarvestCode.NO_DEMAND),
+        r.ClusterPolled(6, 0, 6, 4, 0, 0, T0 + 2, cluster="b"),
+        r.Decision("harvest", "none", "", "no", "{}", T0 + 3, HarvestCode.STOPPED, cluster="b"),
+        r.ClusterPolled(0, 3, 6, 4, 0, 0, T0 + 60),
+        r.ClusterPolled(0, 6, 6, 4, 0, 0, T0 + 62, cluster="b"),
+    ]
+    written_until(url, [records], T0 + 62)
+    columns = ("cluster", "reason", "idle_gpu_hours")
+    assert picked(answers(url, "idle_gpu_hours"), *columns) == [
+        ("", "no run wants engines", 0.05),
+        ("b", "harvesting is stopped (stop file or drain)", 0.1),
+    ]
+    for report in ("decisions", "decisions_with_reasons", "harvest_decisions"):
+        assert picked(answers(url, report), "cluster", "code") == [("", "no_demand"), ("b", "stopped")]
+
+
+def test_nodes_of_one_name_on_two_clusters_are_two(url: str) -> None:
+    def died(cluster: str, at: float) -> r.EngineDied:
+        return r.EngineDied("n7", 1, f"i{at}", 501, 0, 1, "FAILED", 2.0, T0 + at, cluster=cluster)
+
+    there = r.JobIntended("i2", 1, "scavenge", 1, "key", T0, cluster="b")
+    records: list[r.Record] = [
+        *(died("", at) for at in (1.0, 2.0, 3.0)),
+        died("b", 4.0),
+        r.NodeQuarantined("n7", "why", T0 + 600, T0 + 5),
+        r.NodeQuarantined("n7", "why", T0 + 700, T0 + 5, cluster="b"),
+        r.NodeReleased("n7", T0 + 6),
+        there,
+        r.AllocationStarted("i2", 0, 9, "n7", 1, T0),
+    ]
+    written_until(url, [records], T0 + 10)
+    columns = ("cluster", "node", "failures", "allocations", "quarantined_until_unix_s")
+    assert picked(answers(url, "bad_nodes"), *columns) == [
+        ("", "n7", 3, 0, None),
+        ("b", "n7", 1, 1, T0 + 700),
+    ]
+
+
 def test_bad_nodes_are_one_report(url: str) -> None:
     def died(node: str, code: int | None, at: float, run_id: int = 1) -> r.EngineDied:
         return r.EngineDied(node, run_id, f"i{at}", 501, 0, code, f"FAILED after {at:.0f} s", 2.0, T0 + at)

@@ -14,7 +14,16 @@ from scavenger.ledger.read.reader import reading
 from tests.ledger.examples import written
 from tests.top.sites import records
 
-PARAMETERS = {"run_id": 1, "most": 50, "since_step": 1, "step": 1, "sample_id": 21, "id": 1, "node": "n3"}
+PARAMETERS = {
+    "run_id": 1,
+    "most": 50,
+    "since_step": 1,
+    "step": 1,
+    "sample_id": 21,
+    "id": 1,
+    "cluster": "",
+    "node": "n3",
+}
 NAMES = tuple(sorted(path.stem for path in resources.path("sql/ledger").glob("top_*.sql")))
 #: Of the history: how many rows each has to give.
 ROWS = {

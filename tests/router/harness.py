@@ -328,10 +328,11 @@ class Bench:
         node: str = "",
         held: tuple[Held, ...] = (),
         loaded: int = -1,
+        cluster: str = "",
         **other: object,
     ) -> None:
         intent = intent or f"job{conn}"
-        who = PeerIdentity("worker", f"key-{intent}", "r", intent) if kind == "harvested" else OWNER
+        who = PeerIdentity("worker", f"key-{intent}", "r", intent, cluster) if kind == "harvested" else OWNER
         registration = {
             "protocol": PROTOCOL,
             "kind": kind,

@@ -9,7 +9,7 @@ import pytest
 
 from scavenger.config import DaemonConfig
 from scavenger.policy.agreement import AgreementRules
-from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
+from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Rejected, Revoke, RunStopped
 from scavenger.router.core.events import JobGone
 from scavenger.router.core.state import RouterLimits
 from scavenger.router.core.transitions import SampleStatus, WorkerStatus
@@ -28,6 +28,18 @@ def test_an_engine_that_dies_with_words_counts_against_its_samples_once() -> Non
     bench.join(W2)
     bench.say(W2, Goodbye("SIGTERM", True))
     assert bench.sample(1).failures == 1, "one that was told to leave killed nothing"
+
+
+def test_nodes_of_one_name_on_two_clusters_are_two() -> None:
+    """By the key of its job, not by its word: no node's name has a slash."""
+    bench = started(n=1, poison_after=3)
+    for conn, cluster in ((21, ""), (22, "b")):
+        assert len(bench.join(conn, node="n1", cluster=cluster)) == 1
+        bench.say(conn, Goodbye("the engine died: CUDA error", False, failed=True))
+        bench.handle(JobGone(f"job{conn}", 0, "FAILED", crashed=True))
+    assert bench.sample(1).failed_nodes == {"n1", "b/n1"}
+    bench.hello(23, node="c/n1")
+    assert bench.take(23, Rejected)
 
 
 @pytest.mark.parametrize("on_poison", ["stop", "mask"])

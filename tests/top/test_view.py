@@ -306,7 +306,7 @@ FIELDS = {
     "engines": "worker_id run kind node gpus job_id state samples tokens_per_s kv_use version behind life_s age_s",
     "samples": "sample_id run step group state tokens moves reward worker_id node",
     "events": "at kind run text sample_id node",
-    "decisions": "id at policy action subject code reason node",
+    "decisions": "id at policy action subject code reason node cluster",
 }
 
 

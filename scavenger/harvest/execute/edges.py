@@ -60,7 +60,7 @@ class RouterLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class FurtherClusterJobs:
     """What is different where the jobs are on a further cluster (`harvest.further`). `name`: the cluster's; `user`: its jobs'. `engines`:
     what lies in their folder there. `submit`: a job for an engine that was decided, by the ledger's uid and the intent; blocks."""
 
@@ -82,10 +82,12 @@ class Sources:
 
 class WorkerKeys:
     """The key files under `state_dir`, and what the daemon's key ring has of them. `engines_user`: where engines are another user's, which
-    has a copy of its own; the daemon believes its own."""
+    has a copy of its own; the daemon believes its own. `cluster`: the further one; "" = the daemon's."""
 
-    def __init__(self, state_dir: Path, router: RouterLink, engines_user: EnginesUser | None = None) -> None:
-        self._engines_user = engines_user
+    def __init__(
+        self, state_dir: Path, router: RouterLink, engines_user: EnginesUser | None = None, cluster: str = ""
+    ) -> None:
+        self._engines_user, self._cluster = engines_user, cluster
         self._state_dir, self._register, self._unregister = state_dir, router.register, router.unregister
         self._minted: dict[str, keys.KeyPair] = {}  # by intent that is not submitted yet
         self._public: dict[str, str] = {}  # intent -> public key that we let in
@@ -108,7 +110,7 @@ class WorkerKeys:
 
     def _allow(self, pair: keys.KeyPair) -> None:
         self._public[pair.intent] = pair.public
-        self._register(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent))
+        self._register(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent, self._cluster))
 
     def allow_again(self, intent_id: str) -> None:
         """Let in whom a previous daemon made a key for. Raises `AuthError` where its file is missing or cannot be used."""

@@ -263,7 +263,7 @@ class ClusterLink:
             public = str(body.get("User-Id"))
             name = self._names.get(public)
             if name is None:
-                self._say(socket, routing_id, wire.Refused("this key was revoked: ask the daemon's admin"))
+                self._send(socket, routing_id, wire.Refused("this key was revoked: ask the daemon's admin"))
                 continue
             if self._guard is not None:
                 self._guard.heard(int(body.get(zmq.SRCFD)), public)
@@ -283,7 +283,7 @@ class ClusterLink:
                 return
             if isinstance(message, wire.Ready) and message.cluster != name:
                 why = f"this key is of cluster {name}, and not of {message.cluster}: name it with --cluster"
-                self._say(socket, routing_id, wire.Refused(why))
+                self._send(socket, routing_id, wire.Refused(why))
                 return
             peer.heard = self._clock()
             match message:
@@ -299,7 +299,7 @@ class ClusterLink:
                     peer.free = None
         if isinstance(message, wire.Ready):
             if self._rendezvous is not None:
-                self._say(socket, routing_id, wire.Noted(self._rendezvous))
+                self._send(socket, routing_id, wire.Noted(self._rendezvous))
             self._heard(name)
 
     def _settle_by(self, peer: _Peer, ready: wire.Ready) -> None:
@@ -334,9 +334,9 @@ class ClusterLink:
             return
         pending = peer.waiting.popleft()
         peer.asked, peer.asked_as, peer.free = pending, (peer.ready.session, peer.free), None
-        self._say(socket, peer.routing_id, wire.Ask(*peer.asked_as, pending.request))
+        self._send(socket, peer.routing_id, wire.Ask(*peer.asked_as, pending.request))
 
-    def _say(self, socket: zmq.Socket[bytes], routing_id: bytes, message: msgspec.Struct) -> None:
+    def _send(self, socket: zmq.Socket[bytes], routing_id: bytes, message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read: it says `Ready` again
             socket.send_multipart([routing_id, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
 

@@ -3,7 +3,7 @@
     daemon --Ask--> HarvesterLoop --one at a time--> SiteRole --> role submit, role view (`cluster.proxy.server`) --> Slurm
 
 Owns the connection, what is carried out here, and that this cluster's own configuration, stop files and drained nodes bound it: they are
-read here, told to the daemon so that it decides within them, and held to each submission again, whatever the daemon says. It decides
+read here, reported to the daemon so that it decides within them, and held to each submission again, whatever the daemon says. It decides
 nothing, and keeps nothing but engines' keys and logs: killed and started again it goes on. Jobs outlive it.
 
 Boundary: a process on another cluster, which the command line starts; IO.
@@ -45,8 +45,8 @@ log = structlog.get_logger()
 RETRY_S = 2.0
 
 
-def told(config: DaemonConfig) -> bytes:
-    """The limits of this cluster as the daemon is told them. Pure."""
+def limits_json(config: DaemonConfig) -> bytes:
+    """The limits of this cluster as they are reported to the daemon. Pure."""
     harvest = set(type(config.harvest).model_fields) - wire.HARVEST_KEYS_THERE
     return config.model_dump_json(include={"cluster": set(wire.CLUSTER_KEYS), "harvest": harvest}).encode()
 
@@ -138,8 +138,8 @@ class SiteRole:
     def _limits(self, now: float) -> HarvestLimits:
         config = self.config
         stop = None
-        if said := self.stop():
-            word, _, reason = said.partition(" ")
+        if order := self.stop():
+            word, _, reason = order.partition(" ")
             stop = Stop(reason, word == "now")
         health = Health(rules_of(config, "", self.user).health)
         return limits_of(config, health, 0.0, now, user=self.user, stop=stop, drained=self.drained())
@@ -210,7 +210,7 @@ class SiteRole:
 
 
 class HarvesterLoop:
-    """The process: dials, says what it may do, carries out what it is asked, and dials again when it is not heard. `folder`: where the
+    """The process: dials, reports what it may do, carries out what it is asked, and dials again when it is not heard. `folder`: where the
     daemon announces itself (its public folder, or a copy). Runs until `stop` is set."""
 
     def __init__(
@@ -230,7 +230,7 @@ class HarvesterLoop:
         self._work: Future[proxy.ProxyAnswer] | None = None
         self._context = zmq.Context()
         self._noted: keys.Rendezvous | None = None
-        self._said = ""
+        self._logged = ""
 
     def run(self, stop: threading.Event) -> None:
         try:
@@ -239,20 +239,20 @@ class HarvesterLoop:
                     with self._dialled(self._rendezvous()) as socket:
                         self._serve(socket, stop)
                 except (DaemonUnavailable, AuthError, OSError, zmq.ZMQError) as error:
-                    self._tell(f"no link: {error}")
+                    self._warn_once(f"no link: {error}")
                 stop.wait(RETRY_S)
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._context.destroy(linger=0)
 
-    def _tell(self, words: str) -> None:
-        """Once, until something else is to be told."""
-        if words != self._said:
-            self._said = words
+    def _warn_once(self, words: str) -> None:
+        """Once, until there is something else to log."""
+        if words != self._logged:
+            self._logged = words
             log.warning(words)
 
     def _rendezvous(self) -> keys.Rendezvous:
-        """The newer of what the folder says and what the daemon said last."""
+        """The newer of the folder's and the daemon's last."""
         try:
             there = keys.read_rendezvous(self._folder)
         except (DaemonUnavailable, OSError):
@@ -284,38 +284,38 @@ class HarvesterLoop:
 
     def _serve(self, socket: zmq.Socket[bytes], stop: threading.Event) -> None:
         """Until the daemon is not heard any more."""
-        heard, said = time.monotonic(), float("-inf")
+        heard, sent = time.monotonic(), float("-inf")
         while not stop.is_set():
             if self._work is not None and self._work.done():
                 self._answered(socket, self._work.result())
-                said = float("-inf")
+                sent = float("-inf")
             now = time.monotonic()
-            if now - said >= self._ready_s:
-                self._say_state(socket)
-                said = now
+            if now - sent >= self._ready_s:
+                self._send_state(socket)
+                sent = now
             if socket.poll(50 if self._work is not None else int(min(self._ready_s, 0.5) * 1000)):
                 heard = time.monotonic()
-                self._hear(socket.recv())
+                self._receive(socket.recv())
             if time.monotonic() - heard > self._silent_s:
-                self._tell(f"the daemon is not heard for {self._silent_s:g} s: dialling again")
+                self._warn_once(f"the daemon is not heard for {self._silent_s:g} s: dialling again")
                 return
 
-    def _say_state(self, socket: zmq.Socket[bytes]) -> None:
+    def _send_state(self, socket: zmq.Socket[bytes]) -> None:
         if self._work is not None:
-            self._say(socket, wire.Busy(self._session, self._number))
+            self._send(socket, wire.Busy(self._session, self._number))
             return
         self._number += 1
         role = self._role
         role.reload()
-        stop, drained, limits = role.stop(), role.drained(), told(role.config)
-        self._say(
+        stop, drained, limits = role.stop(), role.drained(), limits_json(role.config)
+        self._send(
             socket,
             wire.Ready(
                 self._session, self._number, self._done, self._cluster, role.user, limits, stop, drained
             ),
         )
 
-    def _hear(self, body: bytes) -> None:
+    def _receive(self, body: bytes) -> None:
         try:
             message = wire.from_daemon.decode(body)
         except wire.MALFORMED as error:
@@ -323,7 +323,7 @@ class HarvesterLoop:
             return
         match message:
             case wire.Refused(reason):
-                self._tell(f"refused: {reason}")
+                self._warn_once(f"refused: {reason}")
             case wire.Noted(rendezvous):
                 self._note(rendezvous)
             case wire.Ask(session, number, request):
@@ -334,18 +334,18 @@ class HarvesterLoop:
         """Engines here find the daemon by it."""
         if rendezvous != self._noted:
             keys.write_rendezvous(self._role.config.daemon.state_dir, rendezvous)
-            self._noted, self._said = rendezvous, ""
+            self._noted, self._logged = rendezvous, ""
             log.info("linked", daemon=rendezvous.clusters, generation=rendezvous.generation)
 
     def _answered(self, socket: zmq.Socket[bytes], answer: proxy.ProxyAnswer) -> None:
         encoded = msgspec.msgpack.encode(answer)
         if len(encoded) > wire.MAX_ANSWER_BYTES - 1024:
-            said = f"an answer of {len(encoded)} bytes is more than the link takes ({wire.MAX_ANSWER_BYTES})"
-            encoded = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("unavailable", said)))
+            cause = f"an answer of {len(encoded)} bytes is more than the link takes ({wire.MAX_ANSWER_BYTES})"
+            encoded = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("unavailable", cause)))
         self._work, self._done = None, self._number
-        self._say(socket, wire.Answered(self._session, self._number, msgspec.Raw(encoded)))
+        self._send(socket, wire.Answered(self._session, self._number, msgspec.Raw(encoded)))
 
-    def _say(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+    def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.Again):  # no connection: `done` says later what was carried out
             socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 

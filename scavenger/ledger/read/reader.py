@@ -247,7 +247,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             _struct(r.TrainingJobStarted, row, at="started_at")
             for row in _ask(connection, "snapshot_training_jobs")
         )
-        quarantined = tuple(row["node"] for row in _ask(connection, "snapshot_quarantines"))
+        quarantined = tuple((row["cluster"], row["node"]) for row in _ask(connection, "snapshot_quarantines"))
         episodes = tuple(_struct(r.EpisodeState, row) for row in _ask(connection, "snapshot_episodes"))
         turns = tuple(_struct(r.TurnBegun, row, at="begun_at") for row in _ask(connection, "snapshot_turns"))
         turn_samples = tuple(

@@ -432,7 +432,9 @@ KINDS: dict[type[Record], Kind] = {
     r.WorkerJoined: _kind(
         _insert(
             t.workers,
-            **_fields("worker_id run_id kind intent_id session incarnation job_id node gpus engine slot"),
+            **_fields(
+                "worker_id run_id kind intent_id session incarnation job_id node gpus engine slot cluster"
+            ),
             joined_at=":at",
             reason="",
             samples=0,
@@ -558,22 +560,23 @@ KINDS: dict[type[Record], Kind] = {
     r.EngineDied: _kind(
         _insert(
             t.engine_deaths,
-            **_fields("node run_id intent_id job_id restart_count exit_code reason lived_s at"),
+            **_fields("node run_id intent_id job_id restart_count exit_code reason lived_s at cluster"),
         ),
         creates="engine_deaths",
     ),
     r.NodeQuarantined: _kind(
-        _insert(t.node_quarantines, **_fields("node reason until_at at")),
+        _insert(t.node_quarantines, **_fields("node reason until_at at cluster")),
         creates="node_quarantines",
         sets="node_quarantines.end",
     ),
     r.NodeReleased: _kind(
-        _end_open(t.node_quarantines, "node", released_at=":at"),
+        _end_open(t.node_quarantines, "node cluster", released_at=":at"),
         uses="node_quarantines",
         sets="node_quarantines.end",
     ),
     r.Decision: _kind(
-        _insert(t.decisions, **_fields("policy action subject reason inputs at code")), creates="decisions"
+        _insert(t.decisions, **_fields("policy action subject reason inputs at code cluster")),
+        creates="decisions",
     ),
     r.Event: _kind(_insert(t.events, **_fields("kind run_id subject reason detail at")), creates="events"),
     r.Heartbeat: _kind(),

@@ -32,7 +32,7 @@ def joined(worker: Worker) -> None:
     places = worker.run.agreement.places
     process = worker.process
     places[worker.id] = Place(
-        worker.kind, worker.node, worker.slot, process.intent_id, process.incarnation, process.job_id
+        worker.kind, worker.place, worker.slot, process.intent_id, process.incarnation, process.job_id
     )
     while len(places) > MOST_WORKERS:
         places.popitem(last=False)

@@ -56,12 +56,14 @@ class WorkerLife:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who is at the other end. `owner`: an enrolled public key, may own runs. `worker`: a key minted for one job of one run."""
+    """Who is at the other end. `owner`: an enrolled public key, may own runs. `worker`: a key minted for one job of one run, on the further
+    `cluster`; "" = the daemon's own."""
 
     role: str  # "owner" | "worker"
     public_key: str
     run: str = ""
     intent_id: str = ""
+    cluster: str = ""
 
 
 # ---------------------------------------------------------------- events

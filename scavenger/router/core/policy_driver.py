@@ -163,7 +163,7 @@ def ahead_placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     found: list[SamplePlacement] = []
     for step, some in sorted(waiting.items()):
         slots = [
-            Slots(w.id, leases[w.id], min(decided.limit, w.most_leases), w.node)
+            Slots(w.id, leases[w.id], min(decided.limit, w.most_leases), w.place)
             for w in able
             if leases[w.id] < min(decided.limit, w.most_leases) and samples.may_generate(w, some[0].group)
         ]

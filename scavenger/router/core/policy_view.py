@@ -138,7 +138,7 @@ class LiveView:
             run.cached.serving = version, samples.serving(run, version)
         if run.settings.max_off_policy_steps:
             # Samples of later steps take no slot from what the trainer works at: an engine that is full is found by the driver.
-            return [Slots(w.id, self._leases(w), w.most_leases, w.node) for w in run.cached.serving[1]]
+            return [Slots(w.id, self._leases(w), w.most_leases, w.place) for w in run.cached.serving[1]]
         return [
             w.cached_slots
             if w.cached_slots is not None and w.cached_slots.max_batch == w.most_leases
@@ -156,7 +156,7 @@ class LiveView:
         return WorkerView(
             id=worker.id,
             kind=worker.kind,
-            node=worker.node,
+            node=worker.place,
             gpus=worker.gpus,
             status=worker.status.value,
             serves=samples.serves_now(worker, self.version),
@@ -175,7 +175,7 @@ class LiveView:
 
 
 def _slots_of(worker: Worker, most: int) -> Slots:
-    slots = worker.cached_slots = Slots(worker.id, len(worker.leases), most, worker.node)
+    slots = worker.cached_slots = Slots(worker.id, len(worker.leases), most, worker.place)
     return slots
 
 

@@ -197,6 +197,7 @@ def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Reje
         or max(map(len, names)) > 256
         or not hello.session
         or not all(map(str.isprintable, names))
+        or "/" in hello.node  # no node's name has it: `Worker.place`
     ):
         return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
     if identity.role == "worker" and identity.run != hello.run:
@@ -251,7 +252,9 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
         for name, (slot, session) in run.reserved.unaccounted.items()
         if session != hello.session and (not slot or slot != hello.slot)
     }
-    process = WorkerProcess(identity.intent_id, hello.session, hello.incarnation, hello.job_id)
+    process = WorkerProcess(
+        identity.intent_id, hello.session, hello.incarnation, hello.job_id, identity.cluster
+    )
     worker = Worker(
         core.next_worker_id,
         run,
@@ -271,7 +274,7 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)
     run.policy.observe(
-        WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus, worker.bounded), core.now
+        WorkerJoined(worker.id, worker.kind, worker.place, worker.gpus, worker.bounded), core.now
     )
     core.record(
         rec.WorkerJoined(
@@ -287,6 +290,7 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
             hello.engine,
             core.now,
             slot=hello.slot,
+            cluster=identity.cluster,
         )
     )
     return worker

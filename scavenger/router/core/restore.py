@@ -276,7 +276,9 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
 
 
 def _restore_worker(core: Core, run: ActiveRun, joined: rec.WorkerJoined) -> None:
-    process = WorkerProcess(joined.intent_id, joined.session, joined.incarnation, joined.job_id)
+    process = WorkerProcess(
+        joined.intent_id, joined.session, joined.incarnation, joined.job_id, joined.cluster
+    )
     worker = Worker(
         joined.worker_id,
         run,

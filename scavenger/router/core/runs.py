@@ -449,7 +449,7 @@ def _end_reserved(core: Core, run: ActiveRun, body: EndReserved) -> ReplyBody:
                 body.reason,
                 engine=name,
                 memory=worker.memory.state,
-                node=worker.node,
+                node=worker.place,
             )
             registration.evict(run, worker.process.session)
             workers.gone(core, worker, body.reason, crashed=False)

@@ -378,7 +378,7 @@ def _notify_finished(core: Core, sample: Sample) -> None:
     if sample.group.turn is not None:
         return  # a policy forecasts the lengths of steps
     group, worker = sample.group, core.workers.get(sample.worker_id)
-    kind, node = (worker.kind, worker.node) if worker is not None else ("", "")
+    kind, node = (worker.kind, worker.place) if worker is not None else ("", "")
     group.run.policy.observe(
         SampleFinished(
             sample.id,

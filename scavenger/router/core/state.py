@@ -709,6 +709,7 @@ class WorkerProcess:
     session: str
     incarnation: int  # of the harvested job: Slurm may start it again
     job_id: int  # Slurm's
+    cluster: str = ""  # by its key; "" = the daemon's own
 
 
 @dataclass(slots=True)
@@ -819,6 +820,12 @@ class Worker:
     backlog: SiblingBacklog = field(default_factory=SiblingBacklog)  # of tokens for drafts: see `siblings`
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    @property
+    def place(self) -> str:
+        """Its node, told from one of the same name on another cluster."""
+        cluster = self.process.cluster
+        return f"{cluster}/{self.node}" if cluster else self.node
 
     @property
     def bounded(self) -> bool:

@@ -110,9 +110,9 @@ class Core:
         """
         intent_id = worker.process.intent_id
         if not intent_id:
-            return ("", worker.id), worker.node
+            return ("", worker.id), worker.place
         life = (intent_id, min(worker.process.incarnation, self._over.get(intent_id, -1) + 1))
-        node = self._counted.setdefault(life, worker.node)
+        node = self._counted.setdefault(life, worker.place)
         if len(self._counted) > MAX_LIVED:
             self._counted.popitem(last=False)
         return life, node

@@ -333,7 +333,7 @@ def _engines(run: ActiveRun, serving: list[Worker]) -> list[affinity.Engine]:
     fastest = min(measured.values(), default=0.0)
     return [
         affinity.Engine(
-            w.id, len(w.leases), w.most_leases, w.node, measured.get(w.id, 0.0) if w.leases else fastest
+            w.id, len(w.leases), w.most_leases, w.place, measured.get(w.id, 0.0) if w.leases else fastest
         )
         for w in serving
     ]

@@ -77,7 +77,7 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
 def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
     if refusal := worker.run.weights.unproved(version, message.root, message.merged):
         core.connection_event(
-            worker, "weights_refused", f"worker {worker.id}", refusal, version=version, node=worker.node
+            worker, "weights_refused", f"worker {worker.id}", refusal, version=version, node=worker.place
         )
         drain(core, worker, refusal)
         if message.merged:
@@ -108,7 +108,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
         WorkerReady(
             worker.id,
             worker.kind,
-            worker.node,
+            worker.place,
             worker.gpus,
             version,
             first,
@@ -139,7 +139,7 @@ def serving(core: Core, worker: Worker, message: Serving) -> None:
         run.weights.directory.drop(message.version, worker.id)
     else:
         before = run.weights.available(message.version)
-        run.weights.directory.add_holder(message.version, worker.id, worker.node, message.source)
+        run.weights.directory.add_holder(message.version, worker.id, worker.place, message.source)
         run.due.fleet |= run.weights.available(message.version) != before
 
 
@@ -277,7 +277,7 @@ def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) 
     """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
     run, published = worker.run, worker.run.weights
     choice = published.directory.choose(
-        version.version, worker.id, worker.node, version.sources, alone=worker.bounded
+        version.version, worker.id, worker.place, version.sources, alone=worker.bounded
     )
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
@@ -297,7 +297,7 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
     sources = base.sources
     if not run.weights.directory.is_holder(base.version, worker.id):
         sources = run.weights.directory.choose(
-            base.version, worker.id, worker.node, base.sources, alone=worker.bounded
+            base.version, worker.id, worker.place, base.sources, alone=worker.bounded
         ).sources
     return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
 

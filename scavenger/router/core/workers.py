@@ -206,7 +206,7 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
             EngineProgress(
                 worker.id,
                 worker.kind,
-                worker.node,
+                worker.place,
                 worker.gpus,
                 batch,
                 at_mean,
@@ -245,7 +245,7 @@ def sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
     if sample is None or sample.epoch != message.epoch:
         return
     core.connection_event(
-        worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node
+        worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.place
     )
     samples.release(core, sample, message.reason, crashed=True)
 
@@ -275,7 +275,7 @@ def gone(
         WorkerLost(
             worker.id,
             worker.kind,
-            worker.node,
+            worker.place,
             worker.gpus,
             core.now - worker.joined_at,
             preempted,
@@ -354,7 +354,7 @@ def watch(core: Core, worker: Worker) -> None:
     elif silent > limits.dead_s:
         if worker.slot and worker.leases:  # should its slot be filled again, it did crash
             worker.run.reserved.given_up[worker.slot] = GivenUp(
-                worker.attempt, worker.node, tuple(worker.leases)
+                worker.attempt, worker.place, tuple(worker.leases)
             )
         gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False, silent=True)
     elif _stalled(core, worker):
@@ -366,7 +366,7 @@ def watch(core: Core, worker: Worker) -> None:
             "worker_suspect",
             f"worker {worker.id}",
             f"silent for {limits.suspect_s:g} s",
-            node=worker.node,
+            node=worker.place,
         )
     else:
         worker_commands.steer(core, worker)
@@ -397,7 +397,7 @@ def _give_up_stalled(core: Core, worker: Worker) -> None:
         worker.run.id,
         f"worker {worker.id}",
         reason,
-        node=worker.node,
+        node=worker.place,
         samples=len(held),
         progress=worker.engine.progress,
     )

@@ -92,6 +92,17 @@ INDEXES: dict[str, tuple[str, str]] = {
     "ix_token_differences_sample": ("token_differences", "sample_id"),
 }
 
+# What Slurm of one cluster showed, or what was decided from its queue: "" is the daemon's own.
+CLUSTERED = (
+    "jobs",
+    "workers",
+    "cluster_polls",
+    "other_users_waits",
+    "decisions",
+    "engine_deaths",
+    "node_quarantines",
+)
+
 # Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
 _REASON = "CASE WHEN state = 'masked' AND reason <> '' THEN 'hidden (a verifier may quote the completion)' ELSE reason END AS reason"
 _DAY = "(CAST(at AS bigint) - CASE WHEN CAST(at AS bigint) > at THEN 1 ELSE 0 END) / 86400 AS day"
@@ -177,7 +188,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
     ),
     "v_workers": (
         "worker_id, run_id, kind, intent_id, incarnation, job_id, node, gpus, engine, slot, joined_at, left_at, reason, notice, samples,"
-        " salvaged, regenerated",
+        " salvaged, regenerated, cluster, CASE WHEN cluster = '' THEN node ELSE cluster || '/' || node END AS place",
         "workers",
         "joined_at left_at",
     ),
@@ -202,7 +213,7 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "cluster_polls",
         "at",
     ),
-    "v_decisions": ("id, policy, action, subject, reason, inputs, at, code", "decisions", "at"),
+    "v_decisions": ("id, policy, action, subject, reason, inputs, at, code, cluster", "decisions", "at"),
     "v_events": ("id, kind, run_id, subject, reason, detail, at", "events", "at"),
     "v_now": ("max(committed_at) AS unix_s", "generations", "max(committed_at)=utc"),
     # New ones.
@@ -218,12 +229,12 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "started_at ended_at",
     ),
     "v_engine_deaths": (
-        "id, node, run_id, intent_id, job_id, restart_count, exit_code, reason, lived_s, at",
+        "id, node, run_id, intent_id, job_id, restart_count, exit_code, reason, lived_s, at, cluster",
         "engine_deaths",
         "at",
     ),
     "v_node_quarantines": (
-        "id, node, reason, at, until_at, released_at",
+        "id, node, reason, at, until_at, released_at, cluster",
         "node_quarantines",
         "at until_at released_at",
     ),
@@ -337,7 +348,7 @@ def upgrade() -> None:
     for index, (table, names) in INDEXES.items():
         op.create_index(index, table, names.split())
     op.add_column("jobs", sa.Column("nodes", INT, nullable=False, server_default="1"))
-    for table in ("jobs", "cluster_polls", "other_users_waits"):
+    for table in CLUSTERED:
         op.add_column(table, sa.Column("cluster", sa.Text(), nullable=False, server_default=sa.text("''")))
     op.add_column("jobs", sa.Column("kind", sa.Text(), nullable=False, server_default="engine"))
     op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
