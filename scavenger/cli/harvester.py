@@ -52,4 +52,5 @@ def harvester(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    process.HarvesterLoop(cluster, role, pair, daemon).run(stop)
+    with process.sole(site.daemon.state_dir, f"of cluster {cluster}, for the daemon that {daemon} names"):
+        process.HarvesterLoop(cluster, role, pair, daemon).run(stop)

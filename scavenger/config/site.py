@@ -7,6 +7,7 @@ docs/config.md is generated from this module: a class's docstring opens its sect
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import zoneinfo
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -42,7 +43,7 @@ class DaemonSection(Section):
     """TCP port. 0: the system chooses one, and another one after each restart."""
     clusters_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     """TCP port where harvesters of further clusters dial in (`scavenger harvester`, [fleet.md](fleet.md#several-clusters)).
-    0: the system chooses one. None: none may."""
+    0: the system chooses one, for harvesters on this host. None: none may."""
     advertise: Annotated[str, Allowed("host name")] = ""
     """Host name that workers and trainers connect to. Empty: the text of `listen`, or this host's name where
     `listen` is `0.0.0.0`."""
@@ -91,7 +92,19 @@ class DaemonSection(Section):
             raise ValueError("trainer_silent_s <= trainer_gone_s must hold")
         if self.clusters_port and self.clusters_port == self.port:
             raise ValueError(f"port and clusters_port are both {self.port}: each needs its own")
+        if self.clusters_port and not self.advertise and _is_loopback(self.listen):
+            raise ValueError(
+                f"clusters_port is set, and listen = {self.listen!r} is reached from this host alone: write listen as an address that other"
+                " clusters reach (0.0.0.0 = every one), or advertise as that of a tunnel; clusters_port = 0 is for a harvester on this host"
+            )
         return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class OwnersSection(Section):

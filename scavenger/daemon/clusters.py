@@ -53,10 +53,12 @@ LIMITS = "limits.json"
 
 
 class ReportedLimits(msgspec.Struct, frozen=True):
-    """What a cluster's harvester reported last of its limits. `limits`: as `further.messages.Ready` has them."""
+    """What a cluster's harvester reported last of its limits. `limits`: as `further.messages.Ready` has them. `session`: which
+    process did."""
 
     user: str
     limits: str
+    session: str = ""
 
 
 @dataclass(slots=True)
@@ -178,7 +180,7 @@ class FurtherClusters:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._changed.set)
 
-        self.link = ClusterLink(pair, heard=heard)
+        self.link = ClusterLink(pair, heard=heard, uid_of=lambda name: uid_of(uid, name))
         self.link.admit(admitted())
 
     # ---------------------------------------------------------------- life
@@ -191,6 +193,8 @@ class FurtherClusters:
             try:
                 reported = msgspec.json.decode(path.read_bytes(), type=ReportedLimits)
                 self._add(name, reported, of_cluster(snapshot, name))
+                if reported.session:
+                    self.link.expect(name, reported.session)
             except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))
         lost = {job.intended.cluster for job in snapshot.jobs} - {"", *self.clusters}
@@ -203,6 +207,8 @@ class FurtherClusters:
         """Follow the links until `stop` is set. Raises what ends the daemon: `Fenced`, a bug."""
         try:
             while not stop.is_set():
+                if not self.link.alive():  # a bug: the log has it. The next daemon's answers again
+                    raise RuntimeError("the thread of the links to further clusters ended")
                 self._changed.clear()
                 self.link.admit(self._admitted())
                 for name in sorted({*self._admitted().values(), *self.clusters}):
@@ -242,7 +248,7 @@ class FurtherClusters:
         revoked = name not in self._admitted().values()
         try:
             if ready is not None and not revoked:
-                reported = ReportedLimits(ready.user, ready.limits.decode("utf-8", "replace"))
+                reported = ReportedLimits(ready.user, ready.limits.decode("utf-8", "replace"), ready.session)
                 await self._take_limits(name, reported)
             if revoked and name in self.clusters:
                 await self._mirror(name, "drain the key of its harvester was removed", {})
@@ -274,7 +280,8 @@ class FurtherClusters:
                 f"jobs of cluster {name} would be user {reported.user}'s, and were {one.reported.user}'s",
                 "run its harvester as the user that it was; else restart the daemon without its jobs",
             )
-        one.harvester.reconfigure(config_of(self._config, name, reported))
+        if reported.limits != one.reported.limits:
+            one.harvester.reconfigure(config_of(self._config, name, reported))
         await asyncio.to_thread(self._remember, name, reported)
         one.reported = reported
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
+import socket
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -95,6 +99,13 @@ class Scripted:
 
     def say(self, message: msgspec.Struct) -> None:
         self.socket.send(msgspec.msgpack.encode(message))
+
+    def answer(self, asked: wire.Ask, reply: Any, counts: Any = None) -> None:
+        self.answer_bytes(asked, wire.packed(proxy.ProxyAnswer(reply, counts or {})))
+
+    def answer_bytes(self, asked: wire.Ask, compressed: bytes) -> None:
+        """Of one piece."""
+        self.say(wire.AnswerPiece(asked.session, asked.number, 0, len(compressed), compressed))
 
     def ready(self, number: int, done: int = 0, session: str = "a" * 16, **more: Any) -> None:
         self.say(wire.Ready(session, number, done, **{"cluster": "b", "user": "u", "limits": b"{}", **more}))
@@ -240,7 +251,7 @@ def test_drained_nodes_are_few_as_each_is_a_file_at_the_daemon() -> None:
 def test_a_message_over_the_bound_ends_its_connection_and_is_never_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "MAX_ANSWER_BYTES", 4096)
+    monkeypatch.setattr(wire, "MAX_SENT_BYTES", 4096)
     with linked() as ends, Scripted(ends) as there:
         there.ready(1)
         there.hears(wire.Noted)
@@ -257,9 +268,7 @@ def test_an_answer_that_is_malformed_is_no_answer(pool: ThreadPoolExecutor) -> N
         there.hears(wire.Noted)
         view = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
         asked = there.hears(wire.Ask)
-        there.say(
-            wire.Answered(asked.session, asked.number, msgspec.Raw(msgspec.msgpack.encode({"reply": 1})))
-        )
+        there.answer_bytes(asked, zlib.compress(msgspec.msgpack.encode({"reply": 1})))
         with pytest.raises(ClusterUnavailable, match="malformed"):
             view.result(20)
 
@@ -272,10 +281,10 @@ def test_bytes_that_no_decoder_takes_end_neither_the_link_nor_the_daemon(
     pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """Text that is not UTF-8, and nesting without end, are no `DecodeError` to msgspec."""
-    head = {"type": "Answered", "session": "a" * 16, "number": 1}
+    head = {"type": "AnswerPiece", "session": "a" * 16, "number": 1}
     fields = b"".join(msgspec.msgpack.encode(part) for item in head.items() for part in item)
     with linked() as ends, Scripted(ends) as there:
-        there.socket.send(b"\x84" + fields + msgspec.msgpack.encode("answer") + DEEP)
+        there.socket.send(b"\x84" + fields + msgspec.msgpack.encode("data") + DEEP)
         named = msgspec.msgpack.encode(wire.Ready("a" * 16, 1, 0, "b", "uu", b"{}"))
         there.socket.send(named.replace(b"uu", b"\xff\xff"))
         there.ready(7)
@@ -283,7 +292,7 @@ def test_bytes_that_no_decoder_takes_end_neither_the_link_nor_the_daemon(
         view = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
         asked = there.hears(wire.Ask)
         failed = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("refused", "uu")))
-        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(failed.replace(b"uu", b"\xff\xff"))))
+        there.answer_bytes(asked, zlib.compress(failed.replace(b"uu", b"\xff\xff")))
         with pytest.raises(ClusterUnavailable, match="malformed"):
             view.result(20)
     limits_of_it = '{"cluster": {"x": ' + "[" * 100_000 + "]" * 100_000 + '}, "harvest": {}}'
@@ -319,8 +328,7 @@ def test_a_view_that_no_cluster_has_is_no_view(
         there.hears(wire.Noted)
         asking = pool.submit(LinkedCluster(LinkLine(ends.link, "b", 20.0)).view)
         asked = there.hears(wire.Ask)
-        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.ViewReply(view)))
-        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        there.answer(asked, proxy.ViewReply(view))
         with pytest.raises(ClusterUnavailable, match="of no cluster"):
             asking.result(20)
 
@@ -352,14 +360,138 @@ def test_one_that_was_not_carried_out_is_asked_again_and_one_whose_answer_is_los
         again = asks(pool, ends)
         asked = there.hears(wire.Ask)
         assert asked.number == 3
-        there.say(
-            wire.Answered(
-                asked.session,
-                3,
-                msgspec.Raw(msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.SubmitReply(12), {"submit": 1}))),
-            )
-        )
+        there.answer(asked, proxy.SubmitReply(12), {"submit": 1})
         assert again.result(20) == 12
+
+
+class Slow:
+    """A link of so many bytes a second from the harvester to the daemon: a relay with little memory, in a thread."""
+
+    def __init__(self, port: int, nbytes_per_s: float) -> None:
+        self._to, self._rate, self.carried = port, nbytes_per_s, 0
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                there, _ = self._listener.accept()
+                here = socket.create_connection(("127.0.0.1", self._to))
+                for ends in ((there, here, self._rate), (here, there, 0.0)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, rate: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(8 << 10):
+                if rate:
+                    time.sleep(len(data) / rate)
+                    self.carried += len(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class Crowded(process.SiteRole):
+    """On a cluster with this many jobs beside its own."""
+
+    others: tuple[Job, ...] = ()
+
+    def _answer(self, request: wire.Request) -> proxy.ProxyAnswer:
+        answer = super()._answer(request)
+        if isinstance(answer.reply, proxy.ViewReply):
+            view = replace(answer.reply.view, jobs=(*answer.reply.view.jobs, *self.others))
+            return proxy.ProxyAnswer(proxy.ViewReply(view), answer.rpc)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("jobs", "nbytes_per_s", "silent_s"),
+    [(30_000, 1e6, 1.0), pytest.param(100_000, 1e5, wire.SILENT_S, marks=pytest.mark.long)],
+)
+@pytest.mark.timeout(180)
+def test_a_large_answer_crosses_a_slow_link_and_each_piece_is_a_sign_of_life(
+    tmp_path: Path,
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: int,
+    nbytes_per_s: float,
+    silent_s: float,
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_TIMEOUT_MS", int(min(10.0, silent_s) * 1000))
+    monkeypatch.setattr(wire, "HEARTBEAT_MS", int(min(2.0, silent_s / 4) * 1000))
+    for folder in ("far", "public"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    stop = threading.Event()
+    with LocalServer(tmp_path / "cluster", layout()) as slurm, linked(silent_s=silent_s) as ends:
+        slow = Slow(ends.port, nbytes_per_s)
+        there = keys.Rendezvous(
+            "tcp://127.0.0.1:1", ends.server.public, 3, 1, "here", "", f"tcp://127.0.0.1:{slow.port}"
+        )
+        keys.write_rendezvous(tmp_path / "public", there)
+        ends.link.announce(there)
+        role = Crowded(site_of(tmp_path / "far"), slurm.cluster())
+        role.others = tuple(
+            Job(n, "ada", "p", JobState.PENDING, name=secrets.token_hex(20), time_limit_s=60.0)
+            for n in range(1000, 1000 + jobs)
+        )
+        loop = process.HarvesterLoop(
+            "b", role, ends.pair, tmp_path / "public", ready_s=0.1, silent_s=silent_s
+        )
+        thread = threading.Thread(target=loop.run, args=(stop,))
+        thread.start()
+        try:
+            wait_for("it is linked", lambda: ends.link.up("b"))
+            began, before = time.monotonic(), slow.carried
+            # What waits is never so long without a piece, though all of them take longer.
+            view = LinkedCluster(LinkLine(ends.link, "b", 2 * silent_s)).view()
+            took_s, carried = time.monotonic() - began, slow.carried - before
+        finally:
+            stop.set()
+            thread.join()
+            slow.close()
+        assert len(view.jobs) >= jobs
+        encoded = len(msgspec.msgpack.encode(view))
+        assert carried < encoded / 3, "it is compressed"
+        assert took_s > 1.2 * silent_s, "longer than silence may last"
+
+
+def test_what_unpacks_to_more_than_the_bound_is_malformed_and_is_not_unpacked() -> None:
+    with pytest.raises(msgspec.DecodeError, match="over"):
+        wire.unpacked(zlib.compress(bytes(wire.MAX_ANSWER_BYTES + 1), 9))
+    for cut in (b"", b"x", wire.packed(proxy.ProxyAnswer(proxy.DoneReply()))[:-1]):
+        with pytest.raises(msgspec.DecodeError):
+            wire.unpacked(cut)
+
+
+def test_a_piece_that_is_missing_ends_the_answer_and_one_that_comes_twice_does_not(
+    pool: ThreadPoolExecutor,
+) -> None:
+    whole = wire.packed(proxy.ProxyAnswer(proxy.SubmitReply(12)))
+    with linked() as ends, Scripted(ends) as there:
+
+        def piece(asked: wire.Ask, start: int, stop: int) -> int:
+            there.say(wire.AnswerPiece(asked.session, asked.number, start, len(whole), whole[start:stop]))
+            return int(there.hears(wire.Received).upto)
+
+        there.ready(1)
+        there.hears(wire.Noted)
+        good = asks(pool, ends)
+        asked = there.hears(wire.Ask)
+        assert piece(asked, 0, 4) == piece(asked, 0, 4) == 4
+        assert piece(asked, 4, len(whole)) == len(whole)
+        assert good.result(20) == 12
+        there.ready(2, done=1)
+        bad = asks(pool, ends)
+        asked = there.hears(wire.Ask)
+        assert piece(asked, 4, 8) == len(whole), "the rest need not be sent"
+        with pytest.raises(SubmitUnknown, match="is missing"):
+            bad.result(20)
 
 
 class Late(Future[Any]):
@@ -376,14 +508,14 @@ def test_an_answer_that_comes_as_the_wait_for_it_ends_is_taken(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a job that was submitted counts as refused, and nobody looks for it."""
-    monkeypatch.setattr(link, "_Pending", lambda request: SimpleNamespace(request=request, answer=Late()))
+    made = link._Pending
+    monkeypatch.setattr(link, "_Pending", lambda request: made(request, Late()))
     with linked() as ends, Scripted(ends) as there:
         there.ready(1)
         there.hears(wire.Noted)
-        submission = asks(pool, ends)
+        submission = asks(pool, ends, 0.2)
         asked = there.hears(wire.Ask)
-        answer = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.SubmitReply(12)))
-        there.say(wire.Answered(asked.session, asked.number, msgspec.Raw(answer)))
+        there.answer(asked, proxy.SubmitReply(12))
         assert submission.result(20) == 12
 
 
@@ -393,9 +525,46 @@ def test_a_process_that_was_started_anew_leaves_its_submission_unknown(pool: Thr
         there.hears(wire.Noted)
         submission = asks(pool, ends)
         there.hears(wire.Ask)
+        ends.link._peers["b"].lease_until = 0.0  # as if it had been silent for long
         there.ready(1, session="b" * 16)
         with pytest.raises(SubmitUnknown, match="started anew"):
             submission.result(20)
+
+
+def test_of_two_processes_with_one_key_the_first_goes_on_and_the_second_waits(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Until the first leaves, or is silent: then it, should it come back, is the second."""
+    with linked(silent_s=1.0) as ends, Scripted(ends) as first, Scripted(ends) as second:
+        first.ready(1, process="head1, pid 7")
+        first.hears(wire.Noted)
+        second.ready(1, session="b" * 16, process="head2, pid 8")
+        refused = second.hears(wire.Refused)
+        assert "another process has the key of cluster b (head1, pid 7)" in refused.reason
+        submission = asks(pool, ends)
+        asked = first.hears(wire.Ask)
+        second.answer(wire.Ask("b" * 16, 1, asked.request), proxy.SubmitReply(13))
+        first.answer(asked, proxy.SubmitReply(12))
+        assert submission.result(20) == 12
+        first.say(wire.Leaving("a" * 16))
+        wait_for("it left", lambda: not ends.link.up("b"), 10.0)
+        second.ready(2, session="b" * 16)
+        second.hears(wire.Noted)
+        first.ready(2)
+        first.hears(wire.Refused)
+        wait_for("the second is silent", lambda: not ends.link.up("b"), 10.0)
+        first.ready(3)
+        first.hears(wire.Noted)
+
+
+def test_after_the_daemon_s_restart_the_process_that_had_the_key_has_it() -> None:
+    with linked() as ends, Scripted(ends) as second, Scripted(ends) as first:
+        ends.link.expect("b", "a" * 16)
+        second.ready(1, session="b" * 16)
+        assert "from before the daemon started" in second.hears(wire.Refused).reason
+        assert not is_heard(ends)
+        first.ready(9)
+        first.hears(wire.Noted)
 
 
 def test_silence_is_no_answer_and_what_was_not_sent_did_not_happen(pool: ThreadPoolExecutor) -> None:
@@ -482,7 +651,7 @@ def test_only_engines_jobs_are_cancelled_and_jobs_are_submitted_as_its_own_file_
         far = far.model_copy(update={"cluster": far.cluster.model_copy(update={"local_dir": slurm.dir})})
         role = process.SiteRole(far, site)
         theirs = site.submit(spec(gpus=1))
-        started = role.answer(wire.SubmitEngine(UID, "scv-1", ENGINE)).reply
+        started = role.answer(wire.SubmitEngine(UID, f"scv-{'0' * 16}", ENGINE)).reply
         assert isinstance(started, proxy.SubmitReply)
         role.answer(proxy.GetView())
         assert role.answer(proxy.CancelJobs((theirs, started.job_id))).reply == proxy.DoneReply()
@@ -495,6 +664,40 @@ def test_only_engines_jobs_are_cancelled_and_jobs_are_submitted_as_its_own_file_
         assert isinstance(refused, proxy.FailedReply)
         assert "a course" in refused.cause
         assert role.stop().startswith("drain scavenger drain there: a course")
+
+
+def test_two_daemons_harvesters_of_one_unix_user_leave_each_other_s_jobs_and_folders_alone(
+    tmp_path: Path,
+) -> None:
+    template = tmp_path / "job.j2"
+    template.write_text(SLEEPS)
+    roles: list[process.SiteRole] = []
+    with LocalServer(tmp_path / "cluster", layout()) as slurm:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir(mode=0o700)
+            far = site_of(tmp_path / name, job_template=template, standby_jobs=0, max_engines=1)
+            far = far.model_copy(update={"cluster": far.cluster.model_copy(update={"local_dir": slurm.dir})})
+            roles.append(process.SiteRole(far, slurm.cluster()))
+        started = [
+            role.answer(wire.SubmitEngine(uid, f"scv-{'0' * 15}{n}", ENGINE)).reply
+            for n, (role, uid) in enumerate(zip(roles, (UID, "0" * 8), strict=True))
+        ]
+        jobs = [one.job_id for one in started if isinstance(one, proxy.SubmitReply)]
+        assert len(jobs) == 2, "each has its own max_engines"
+        for role in roles:
+            role.answer(proxy.GetView())
+        assert roles[0].answer(proxy.CancelJobs(tuple(jobs))).reply == proxy.DoneReply()
+        wait_for("its own ends", lambda: ends(slurm.cluster(), jobs[0]))
+        [other] = [job for job in slurm.cluster().jobs() if job.job_id == jobs[1]]
+        assert other.state in (JobState.PENDING, JobState.RUNNING)
+    with (
+        process.sole(tmp_path / "one", "of cluster b"),
+        pytest.raises(ConfigError, match=r"another harvester has it \(of cluster b; "),
+        process.sole(tmp_path / "one", "of cluster c"),
+    ):
+        pass
+    with process.sole(tmp_path / "one", "of cluster c"), process.sole(tmp_path / "two", "of cluster b"):
+        pass
 
 
 def ends(site: Cluster, job_id: int) -> bool:
@@ -557,6 +760,41 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
 def test_the_link_has_a_port_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="port and clusters_port are both 7470"):
         DaemonSection(state_dir=tmp_path, port=7470, clusters_port=7470)
+
+
+def test_a_port_for_other_clusters_is_not_on_loopback(tmp_path: Path) -> None:
+    for listen in ("127.0.0.1", "::1", "localhost"):
+        with pytest.raises(ValueError, match="reached from this host alone"):
+            DaemonSection(state_dir=tmp_path, listen=listen, clusters_port=7470)
+    DaemonSection(state_dir=tmp_path, listen="127.0.0.1", advertise="head.example", clusters_port=7470)
+    DaemonSection(state_dir=tmp_path, clusters_port=0)
+
+
+def test_a_link_whose_thread_died_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its service manager starts another; engines go on meanwhile."""
+
+    def breaks(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    async def play() -> None:
+        nothing = RouterLink(*cast(Any, [lambda *_: []] * 6))
+
+        async def commit(_records: Any) -> None:
+            raise AssertionError
+
+        writes = LedgerWrites(commit, lambda _records: None)
+        made = clusters.FurtherClusters(
+            site_of(tmp_path), keys.generate(), UID, writes, lambda _: nothing, time.time, dict
+        )
+        monkeypatch.setattr(made.link, "_give_up_silent", breaks)
+        made.link.expect("b", "a" * 16)
+        monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+        made.link.bind("127.0.0.1", 0)
+        with pytest.raises(RuntimeError, match="links to further clusters ended"):
+            await asyncio.wait_for(made.run(asyncio.Event()), 20)
+        made.close()
+
+    asyncio.run(play())
 
 
 def remembered(sections: Any) -> clusters.ReportedLimits:

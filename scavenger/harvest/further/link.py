@@ -44,8 +44,8 @@ R = TypeVar("R")
 P = TypeVar("P", ClusterInfo, ClusterView, tuple[Job, ...], tuple[JobLife, ...])
 #: Links are few.
 MOST_UNPROVEN, MOST_PER_ADDRESS, MOST_PER_KEY = 64, 16, 64
-#: Messages of one harvester that wait to be read; it has one answer to give at a time.
-MOST_UNREAD = 2
+#: Messages of one harvester that wait to be read: the pieces of an answer that it may send ahead, and two more.
+MOST_UNREAD = wire.WINDOW_BYTES // wire.PIECE_BYTES + 2
 #: The thread looks for silence so often, seconds.
 TICK_S = 0.5
 #: How often a fault of one harvester is logged, seconds.
@@ -63,14 +63,19 @@ class _Unanswered(Exception):
 @dataclass(slots=True)
 class _Pending:
     request: wire.Request
-    answer: Future[msgspec.Raw] = field(default_factory=Future)
+    answer: Future[bytearray] = field(default_factory=Future)
+    pieces: bytearray = field(default_factory=bytearray)  # of the answer, as far as they came
+    progress_at: float = float("-inf")  # when the last of them came
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One cluster's harvester. `free`: the number under which it takes a request now, None while it has one, or has said nothing."""
+    """One cluster's harvester. `session`: the process that has the key, until `lease_until` (of the clock). `free`: the number under which it
+    takes a request now, None while it has one, or has reported nothing."""
 
     routing_id: bytes = b""
+    session: str = ""
+    lease_until: float = float("-inf")
     ready: wire.Ready | None = None
     heard: float = float("-inf")
     free: int | None = None
@@ -81,17 +86,20 @@ class _Peer:
 
 
 class ClusterLink:
-    """See the module. `heard` is called in the link's thread, with each cluster that says `Ready`. Thread-safe."""
+    """See the module. `heard` is called in the link's thread, with each cluster that is `Ready`. `uid_of`: by what the jobs of a cluster
+    are known. Thread-safe."""
 
     def __init__(
         self,
         pair: KeyPair,
         *,
         heard: Callable[[str], None] = lambda _name: None,
+        uid_of: Callable[[str], str] = lambda _name: "",
         silent_s: float = wire.SILENT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pair, self._heard, self._silent_s, self._clock = pair, heard, silent_s, clock
+        self._uid_of = uid_of
         self._names: Mapping[str, str] = {}
         self._rendezvous: Rendezvous | None = None
         self._lock = threading.Lock()  # of the peers
@@ -114,6 +122,10 @@ class ClusterLink:
             for name in self._peers.keys() - self._names.values():
                 self._fail(self._peers[name], "the key of its harvester was removed")
 
+    def expect(self, name: str, session: str) -> None:
+        """The process that had a cluster's key when the last daemon ended: for a while it alone may have it. Call before `bind`."""
+        self._peers[name] = _Peer(session=session, lease_until=self._clock() + self._silent_s)
+
     def announce(self, rendezvous: Rendezvous) -> None:
         """Where engines find the daemon."""
         self._rendezvous = rendezvous
@@ -135,12 +147,12 @@ class ClusterLink:
             self._pair.public.encode(),
             self._pair.secret.encode(),
         )
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_SENT_BYTES)
         socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         try:
             socket.bind(f"tcp://{sockets.gethostbyname(listen)}:{port or '*'}")
         except (zmq.ZMQError, OSError) as error:
@@ -179,12 +191,17 @@ class ClusterLink:
             peer = self._peers.get(name)
             return (None, float("inf")) if peer is None else (peer.ready, self._clock() - peer.heard)
 
+    def alive(self) -> bool:
+        """Whether the link's thread runs, or has not begun."""
+        return self._thread is None or self._thread.is_alive()
+
     def up(self, name: str) -> bool:
         """Whether its harvester was heard lately."""
         return self.ready(name)[1] <= self._silent_s
 
-    def ask(self, name: str, request: wire.Request, timeout_s: float) -> msgspec.Raw:
-        """The answer to one request. Blocks. Raises `ClusterError` as `port.Cluster` does."""
+    def ask(self, name: str, request: wire.Request, timeout_s: float) -> bytearray:
+        """The answer to one request, compressed. Blocks, and for longer than `timeout_s` while pieces of it come. Raises `ClusterError` as
+        `port.Cluster` does."""
         pending = _Pending(request)
         who = f"the harvester of cluster {name}"
         with self._lock:
@@ -198,8 +215,11 @@ class ClusterLink:
             peer.waiting.append(pending)
         self._wake()
         try:
-            with contextlib.suppress(TimeoutError):
-                return pending.answer.result(timeout_s)
+            left_s = timeout_s
+            while left_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    return pending.answer.result(left_s)
+                left_s = pending.progress_at + timeout_s - self._clock()
             sent = self._withdraw(peer, pending)
             if sent is None:
                 return pending.answer.result()
@@ -274,8 +294,8 @@ class ClusterLink:
             peer = self._peers.setdefault(name, _Peer())
             try:
                 message = wire.from_harvester.decode(body)
-                if isinstance(message, wire.Ready) and len(body) > wire.MAX_READY_BYTES:
-                    raise msgspec.ValidationError(f"Ready has {len(body)} bytes")
+                if isinstance(message, wire.Ready | wire.Busy) and len(body) > wire.MAX_READY_BYTES:
+                    raise msgspec.ValidationError(f"{type(message).__name__} has {len(body)} bytes")
             except wire.MALFORMED as error:
                 if self._clock() - peer.logged >= LOG_S:
                     peer.logged = self._clock()
@@ -285,13 +305,18 @@ class ClusterLink:
                 why = f"this key is of cluster {name}, and not of {message.cluster}: name it with --cluster"
                 self._send(socket, routing_id, wire.Refused(why))
                 return
-            peer.heard = self._clock()
+            now = self._clock()
+            if message.session != peer.session and now <= peer.lease_until:
+                self._refuse_second(socket, routing_id, name, peer, message)
+                return
+            peer.heard, peer.session, peer.lease_until = now, message.session, now + self._silent_s
             match message:
-                case wire.Answered(session, number, answer):
-                    if peer.asked is not None and peer.asked_as == (session, number):
-                        pending, peer.asked = peer.asked, None
-                        # A copy: the frame goes back to libzmq.
-                        _settle(pending, lambda: pending.answer.set_result(msgspec.Raw(bytes(answer))))
+                case wire.AnswerPiece(session, number):
+                    upto = self._take_piece(peer, message)
+                    self._send(socket, routing_id, wire.Received(session, number, upto))
+                case wire.Leaving():
+                    self._fail(peer, "its process was ended")
+                    peer.heard = peer.lease_until = float("-inf")
                 case wire.Ready():
                     self._settle_by(peer, message)
                     peer.routing_id, peer.ready, peer.free = routing_id, message, message.number
@@ -299,8 +324,49 @@ class ClusterLink:
                     peer.free = None
         if isinstance(message, wire.Ready):
             if self._rendezvous is not None:
-                self._send(socket, routing_id, wire.Noted(self._rendezvous))
+                self._send(socket, routing_id, wire.Noted(self._rendezvous, self._uid_of(name)))
             self._heard(name)
+
+    def _refuse_second(
+        self,
+        socket: zmq.Socket[bytes],
+        routing_id: bytes,
+        name: str,
+        peer: _Peer,
+        message: wire.FromHarvester,
+    ) -> None:
+        if not isinstance(message, wire.Ready):
+            return
+        first, now = peer.ready.process if peer.ready is not None else "", self._clock()
+        why = (
+            f"another process has the key of cluster {name} ({first or 'from before the daemon started'}): end one of the two; "
+            f"this one takes over once that one is silent for {self._silent_s:g} s"
+        )
+        self._send(socket, routing_id, wire.Refused(why))
+        if now - peer.logged >= LOG_S:
+            peer.logged = now
+            log.warning(
+                "a second harvester of a cluster is refused", cluster=name, it=message.process, has=first
+            )
+
+    def _take_piece(self, peer: _Peer, piece: wire.AnswerPiece) -> int:
+        """Bytes that need not be sent any more."""
+        pending = peer.asked
+        if pending is None or peer.asked_as != (piece.session, piece.number):
+            return piece.nbytes
+        pieces, upto = pending.pieces, piece.offset + len(piece.data)
+        if upto <= len(pieces):  # its process dialled again, and had not heard that this came
+            return len(pieces)
+        if piece.offset != len(pieces) or upto > piece.nbytes:
+            peer.asked = None
+            _fail(pending, _Unanswered("a piece of its answer is missing"))
+            return piece.nbytes
+        pieces += piece.data
+        pending.progress_at = self._clock()
+        if upto == piece.nbytes:
+            peer.asked = None
+            _settle(pending, lambda: pending.answer.set_result(pieces))
+        return upto
 
     def _settle_by(self, peer: _Peer, ready: wire.Ready) -> None:
         """It takes work again: what became of the last request is known by that."""
@@ -378,9 +444,9 @@ class LinkLine:
         if len(msgspec.msgpack.encode(request)) > wire.MAX_ASK_BYTES // 2:
             raise ClusterError(f"a {type(request).__name__} is too large for the link")
         who = f"the harvester of cluster {self._name}"
-        raw = self._link.ask(self._name, request, self._timeout_s)
+        compressed = self._link.ask(self._name, request, self._timeout_s)
         try:
-            answer = proxy.answers.decode(raw)
+            answer = wire.unpacked(compressed)
         except wire.MALFORMED as error:
             raise _unanswered(request, f"what {who} answers is malformed: {error}") from error
         return client.reply_in(answer, request, kind, who, self.rpc)

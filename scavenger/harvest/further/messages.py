@@ -5,8 +5,12 @@
                                          <----  Noted(rendezvous)          at once, each time
                                          <----  Ask(session, number, ...)  when there is work; else a `Ready` with the next number follows
     Busy(session, number)                ---->                             every `READY_S`, while Slurm's commands run
-    Answered(session, number, answer)    ---->
+    AnswerPiece(session, number, ...)    ---->                             of the compressed answer, `WINDOW` bytes ahead at most
+                                         <----  Received(number, upto)     at once, for each piece
+    Leaving(session)                     ---->                             it was ended
 
+One process at a time has a cluster's key: the daemon refuses another session until the one that has it leaves or is silent for `SILENT_S`.
+An answer goes in pieces, so that over a slow link each is a sign of life.
 An `Ask` counts only under the number of the harvester's last `Ready`: one that was under way for longer does nothing, so a request that the
 daemon gave up on is not carried out later. `done` is the last number that was carried out: by it the daemon knows whether one without an
 answer was. Owns the types and the bounds of bytes; knows no socket.
@@ -14,6 +18,7 @@ answer was. Owns the types and the bounds of bytes; knows no socket.
 
 from __future__ import annotations
 
+import zlib
 from typing import Annotated
 
 import msgspec
@@ -25,9 +30,16 @@ from scavenger.protocol.keys import Rendezvous
 #: Seconds between two words of a harvester, and after which either end takes a silent other for gone.
 READY_S = 3.0
 SILENT_S = 15.0
-#: Of one message to the harvester, and of one from it: a view of 100,000 jobs takes about 60 MB.
+#: libzmq's own, of the connection: any whole message counts.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
+#: Of one message to the harvester, and of one from it.
 MAX_ASK_BYTES = 1 << 20
+MAX_SENT_BYTES = 2 << 20
+#: Of an answer, as it is and compressed: a view of 100,000 jobs takes about 60 MB, and a tenth of it compressed.
 MAX_ANSWER_BYTES = 128 << 20
+#: A piece crosses a link of 20 kB/s within `SILENT_S`; what is ahead keeps one of 10 MB/s and 100 ms busy.
+PIECE_BYTES = 64 << 10
+WINDOW_BYTES = 1 << 20
 #: Of a `Ready`: limits, and drained nodes.
 MAX_READY_BYTES = 1 << 20
 
@@ -52,13 +64,14 @@ HARVEST_KEYS_THERE = frozenset(
 Session = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=1000)]
+Uid = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{8})?\Z")]
 NodeName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z")]
 
 
 class SubmitEngine(msgspec.Struct, frozen=True, tag=True):
     """A job for one engine: what was decided, and by what the daemon knows its jobs (`uid`). The script is made there."""
 
-    uid: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8}\Z")]
+    uid: Uid
     intent: proxy.JobName
     engine: Submit
 
@@ -90,6 +103,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     user: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     limits: bytes
     stop: Text = ""
+    process: Annotated[str, msgspec.Meta(max_length=300)] = ""  # its host and pid, for messages
     drained: Annotated[dict[NodeName, Text], msgspec.Meta(max_length=MOST_DRAINED)] = {}
 
 
@@ -98,18 +112,35 @@ class Busy(msgspec.Struct, frozen=True, tag=True):
     number: Number
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True):
-    """`answer`: a `ProxyAnswer`, decoded by who asked."""
+class AnswerPiece(msgspec.Struct, frozen=True, tag=True):
+    """Bytes from `offset` on of the `nbytes` of a compressed `ProxyAnswer`, which the asker decodes."""
 
     session: Session
     number: Number
-    answer: msgspec.Raw
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_ANSWER_BYTES)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWER_BYTES)]
+    data: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PIECE_BYTES)]
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """This process ends: another one may have the key at once."""
+
+    session: Session
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):
-    """Where the daemon listens now, for the engines there."""
+    """Where the daemon listens now, for the engines there, and by what `uid` it knows its jobs there."""
 
     rendezvous: Rendezvous
+    uid: Uid = ""
+
+
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """Of the answer to this request, so many bytes are here; all of them too where nobody waits for it any more."""
+
+    session: Session
+    number: Number
+    upto: Number
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -125,7 +156,29 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 #: What decoders raise for bytes that are no message. `ValidationError` is a `DecodeError`; text need not be UTF-8, nor nesting bounded.
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-from_harvester: msgspec.msgpack.Decoder[Ready | Busy | Answered] = msgspec.msgpack.Decoder(
-    Ready | Busy | Answered
-)
-from_daemon: msgspec.msgpack.Decoder[Noted | Ask | Refused] = msgspec.msgpack.Decoder(Noted | Ask | Refused)
+FromHarvester = Ready | Busy | AnswerPiece | Leaving
+FromDaemon = Noted | Ask | Received | Refused
+from_harvester: msgspec.msgpack.Decoder[FromHarvester] = msgspec.msgpack.Decoder(FromHarvester)
+from_daemon: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
+
+
+def packed(answer: proxy.ProxyAnswer) -> bytes:
+    """An answer as its pieces carry it. Raises `ValueError` for one over `MAX_ANSWER_BYTES`."""
+    encoded = msgspec.msgpack.encode(answer)
+    if len(encoded) > MAX_ANSWER_BYTES:
+        raise ValueError(
+            f"an answer of {len(encoded)} bytes is more than the link takes ({MAX_ANSWER_BYTES})"
+        )
+    return zlib.compress(encoded, 1)
+
+
+def unpacked(compressed: bytes | bytearray) -> proxy.ProxyAnswer:
+    """Raises `MALFORMED` also for what unpacks to more than `MAX_ANSWER_BYTES`, of which no more than that is unpacked."""
+    unpacking = zlib.decompressobj()
+    try:
+        encoded = unpacking.decompress(compressed, MAX_ANSWER_BYTES + 1)
+    except zlib.error as error:
+        raise msgspec.DecodeError(f"not compressed: {error}") from error
+    if not unpacking.eof or unpacking.unused_data or len(encoded) > MAX_ANSWER_BYTES:
+        raise msgspec.DecodeError(f"it is cut, or over {MAX_ANSWER_BYTES} bytes")
+    return proxy.answers.decode(encoded)

@@ -12,10 +12,12 @@ Boundary: a process on another cluster, which the command line starts; IO.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,14 @@ from scavenger.harvest.execute import job_script
 from scavenger.harvest.further import messages as wire
 from scavenger.harvest.limits import Stop, drain_path, drained_nodes, limits_of, read_stop, rules_of
 from scavenger.harvest.track.node_health import Health
+from scavenger.harvest.track.observed_jobs import intent_in
 from scavenger.protocol import keys
 
 log = structlog.get_logger()
 
 RETRY_S = 2.0
+#: A process that ends waits so long at most for its last word to leave.
+LEAVING_MS = 1000
 
 
 def limits_json(config: DaemonConfig) -> bytes:
@@ -78,6 +83,32 @@ def refusal(
     return ""
 
 
+@contextlib.contextmanager
+def sole(state_dir: Path, what: str) -> Iterator[None]:
+    """This process is the only harvester that has the folder: engines find their daemon by a file in it. `what`: to be shown to another.
+    Raises `ConfigError`."""
+    path = state_dir / "harvester.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            held = os.pread(descriptor, 1000, 0).decode("utf-8", "replace")
+            raise ConfigError(
+                f"daemon.state_dir {state_dir}: another harvester has it ({held or 'or its file system has no locks'})",
+                "end that one; for another daemon's harvester write another state_dir in a TOML of its own",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{what}; {process_name()}".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def process_name() -> str:
+    return f"{os.uname().nodename[:255]}, pid {os.getpid()}"
+
+
 class SiteRole:
     """What the daemon may have done here. `reread` gives the configuration as its file has it now."""
 
@@ -99,6 +130,7 @@ class SiteRole:
         self._backend = ""
         self._ours: tuple[Job, ...] = ()
         self._started: dict[int, int] = {}
+        self.uid = ""  # by what the daemon knows its jobs here; "" = it has not said
         self.user = jobs_user(config)
 
     # ---------------------------------------------------------------- what bounds it
@@ -190,12 +222,12 @@ class SiteRole:
         self._ours = tuple(
             job
             for job in jobs
-            if job.user == self.user and job.name.startswith("scv-") and (job.waits or job.has_gpus_allocated)
+            if job.user == self.user and intent_in(job, self.uid)[0] and (job.waits or job.has_gpus_allocated)
         )
         self._started.clear()
 
     def _start(self, uid: str, intent: str, engine: Submit) -> proxy.ProxyAnswer:
-        now = time.time()
+        now, self.uid = time.time(), uid
         self.reload()
         if why := refusal(engine, self._limits(now), self._ours, self._started, now):
             raise ClusterError(f"refused there: {why}")
@@ -227,10 +259,12 @@ class HarvesterLoop:
         self._ready_s, self._silent_s = ready_s, silent_s
         self._session, self._number, self._done = secrets.token_hex(8), 0, 0
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slurm")
-        self._work: Future[proxy.ProxyAnswer] | None = None
+        self._work: Future[bytes] | None = None
         self._context = zmq.Context()
         self._noted: keys.Rendezvous | None = None
         self._logged = ""
+        self._answer = b""  # compressed, on its way to the daemon
+        self._sent = self._received = 0  # bytes of it
 
     def run(self, stop: threading.Event) -> None:
         try:
@@ -243,7 +277,7 @@ class HarvesterLoop:
                 stop.wait(RETRY_S)
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
-            self._context.destroy(linger=0)
+            self._context.destroy(linger=LEAVING_MS)
 
     def _warn_once(self, words: str) -> None:
         """Once, until there is something else to log."""
@@ -275,10 +309,13 @@ class HarvesterLoop:
             socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ASK_BYTES)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a link that is down: it would come late
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
             socket.connect(there.clusters)
+            self._sent = self._received
             yield socket
+            self._send(socket, wire.Leaving(self._session))
+            socket.close(linger=LEAVING_MS)
         finally:
             socket.close(linger=0)
 
@@ -287,18 +324,30 @@ class HarvesterLoop:
         heard, sent = time.monotonic(), float("-inf")
         while not stop.is_set():
             if self._work is not None and self._work.done():
-                self._answered(socket, self._work.result())
-                sent = float("-inf")
+                self._answer, self._work, self._done = self._work.result(), None, self._number
+                self._sent = self._received = 0
             now = time.monotonic()
-            if now - sent >= self._ready_s:
+            if self._answer:
+                self._send_pieces(socket)
+                sent = float("-inf")
+            elif now - sent >= self._ready_s:
                 self._send_state(socket)
                 sent = now
             if socket.poll(50 if self._work is not None else int(min(self._ready_s, 0.5) * 1000)):
                 heard = time.monotonic()
                 self._receive(socket.recv())
             if time.monotonic() - heard > self._silent_s:
-                self._warn_once(f"the daemon is not heard for {self._silent_s:g} s: dialling again")
-                return
+                raise DaemonUnavailable(f"the daemon is not heard for {self._silent_s:g} s: dialling again")
+
+    def _send_pieces(self, socket: zmq.Socket[bytes]) -> None:
+        """As much of the answer as may be ahead of what the daemon has."""
+        nbytes = len(self._answer)
+        with contextlib.suppress(zmq.Again):  # no connection
+            while self._sent < min(nbytes, self._received + wire.WINDOW_BYTES):
+                data = self._answer[self._sent : self._sent + wire.PIECE_BYTES]
+                piece = wire.AnswerPiece(self._session, self._number, self._sent, nbytes, data)
+                socket.send(msgspec.msgpack.encode(piece), zmq.NOBLOCK)
+                self._sent += len(data)
 
     def _send_state(self, socket: zmq.Socket[bytes]) -> None:
         if self._work is not None:
@@ -311,7 +360,15 @@ class HarvesterLoop:
         self._send(
             socket,
             wire.Ready(
-                self._session, self._number, self._done, self._cluster, role.user, limits, stop, drained
+                self._session,
+                self._number,
+                self._done,
+                self._cluster,
+                role.user,
+                limits,
+                stop,
+                process_name(),
+                drained,
             ),
         )
 
@@ -324,11 +381,17 @@ class HarvesterLoop:
         match message:
             case wire.Refused(reason):
                 self._warn_once(f"refused: {reason}")
-            case wire.Noted(rendezvous):
+            case wire.Noted(rendezvous, uid):
+                self._role.uid = uid
                 self._note(rendezvous)
             case wire.Ask(session, number, request):
-                if (session, number) == (self._session, self._number) and self._work is None:
-                    self._work = self._pool.submit(self._role.answer, request)
+                if (session, number) == (self._session, self._number) and not (self._work or self._answer):
+                    self._work = self._pool.submit(self._carry_out, request)
+            case wire.Received(session, number, upto):
+                if (session, number) == (self._session, self._number) and self._answer:
+                    self._received = max(self._received, upto)
+                    if self._received >= len(self._answer):
+                        self._answer = b""
 
     def _note(self, rendezvous: keys.Rendezvous) -> None:
         """Engines here find the daemon by it."""
@@ -337,13 +400,12 @@ class HarvesterLoop:
             self._noted, self._logged = rendezvous, ""
             log.info("linked", daemon=rendezvous.clusters, generation=rendezvous.generation)
 
-    def _answered(self, socket: zmq.Socket[bytes], answer: proxy.ProxyAnswer) -> None:
-        encoded = msgspec.msgpack.encode(answer)
-        if len(encoded) > wire.MAX_ANSWER_BYTES - 1024:
-            cause = f"an answer of {len(encoded)} bytes is more than the link takes ({wire.MAX_ANSWER_BYTES})"
-            encoded = msgspec.msgpack.encode(proxy.ProxyAnswer(proxy.FailedReply("unavailable", cause)))
-        self._work, self._done = None, self._number
-        self._send(socket, wire.Answered(self._session, self._number, msgspec.Raw(encoded)))
+    def _carry_out(self, request: wire.Request) -> bytes:
+        answer = self._role.answer(request)
+        try:
+            return wire.packed(answer)
+        except ValueError as error:
+            return wire.packed(proxy.ProxyAnswer(proxy.FailedReply("unavailable", str(error))))
 
     def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         with contextlib.suppress(zmq.Again):  # no connection: `done` says later what was carried out
