@@ -358,6 +358,10 @@ class FurtherClusters:
                 found += harvester.claimed()
         return found
 
+    def harvesters(self) -> dict[str, Harvester]:
+        """By cluster."""
+        return {name: one.harvester for name, one in self.clusters.items()}
+
     def status(self, now: float) -> tuple[status.ClusterNow, ...]:
         shown = []
         for name in sorted({*self._admitted().values(), *self.clusters, *self._faults}):

@@ -153,7 +153,15 @@ class Daemon:
             # None of these ends before the daemon does; one that fails ends it.
             *map(
                 self._run_until_stopped,
-                self.service_manager.work(server, harvester, status_now, self.clock, self._reconfigure, stop),
+                self.service_manager.work(
+                    server,
+                    harvester,
+                    lambda: self.clusters.harvesters() if self.clusters is not None else {},
+                    status_now,
+                    self.clock,
+                    self._reconfigure,
+                    stop,
+                ),
             ),
         ]
         if self._key_requests is not None:

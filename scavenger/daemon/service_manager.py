@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -84,12 +84,13 @@ class ServiceManager:
         self,
         server: RouterServer,
         harvester: Harvester | None,
+        further: Callable[[], Mapping[str, Harvester]],
         read_status: Callable[[], Status],
         clock: Callable[[], float],
         obey: Callable[[DaemonConfig], None],
         stop: asyncio.Event,
     ) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the server until `stop`. `obey` takes the live part of a configuration that was read again, or raises."""
+        """What runs beside the server until `stop`. `further`: harvesters of further clusters, by name. `obey` takes the live part of a configuration that was read again, or raises."""
         found: list[Coroutine[Any, Any, None]] = [self.notifier.watch(lambda: server.turns, stop)]
         if self._reread is not None:
             reloader = Reloader(self.config, self._reread, obey, server.write, self.notifier, clock)
@@ -101,10 +102,14 @@ class ServiceManager:
 
             def read() -> metrics.Reading:
                 status = read_status()
-                ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
-                demand = server.router.demand(status.at) if harvester is not None else ()
+                own = {"": harvester} if harvester is not None else {}
+                all_of_them = {**own, **further()}
+                ill = {
+                    name: len(one.tracker.health.quarantined(status.at)) for name, one in all_of_them.items()
+                }
+                demand = server.router.demand(status.at) if all_of_them else ()
                 lag_s = counted.lag_s(status.backlog_records)
-                rpcs = harvester.cluster.rpc.counts() if harvester is not None else {}
+                rpcs = {name: one.cluster.rpc.counts() for name, one in all_of_them.items()}
                 return reading.take(status, core, tally, lag_s, demand, rpcs, ill)
 
             found.append(self._exporter.run(read, stop))

@@ -173,7 +173,7 @@ def _engine(worker: Worker, outlook: JobOutlook | None) -> EngineNow:
         worker.id,
         worker.run.name,
         worker.kind,
-        worker.node,
+        worker.place,
         worker.gpus,
         worker.process.job_id,
         "suspect" if worker.suspect else worker.status.value,

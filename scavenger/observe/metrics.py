@@ -71,8 +71,8 @@ class StatusMetrics:
     payload_bound_bytes: int
     tally: Tally
     runs: tuple[RunReading, ...] = ()
-    quarantined: int = 0
-    rpcs: Mapping[str, int] = field(default_factory=dict)
+    quarantined: Mapping[str, int] = field(default_factory=dict)  # nodes by cluster
+    rpcs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # by cluster and kind
 
 
 METRICS = (
@@ -83,14 +83,17 @@ METRICS = (
         "gpus",
         "gauge",
         "GPUs of the harvest partition at the last poll; reserved: those on other nodes",
-        ("state",),
+        ("state", "cluster"),
     ),
     Metric(
         "other_users_pending_jobs",
         "gauge",
         "Pending jobs of other users that could use GPUs of the harvest partition",
+        ("cluster",),
     ),
-    Metric("observed_timestamp_seconds", "gauge", "When Slurm was last seen whole; 0 = not yet"),
+    Metric(
+        "observed_timestamp_seconds", "gauge", "When Slurm was last seen whole; 0 = not yet", ("cluster",)
+    ),
     Metric("engines", "gauge", "Engines by kind (harvested, reserved) and state", ("run", "kind", "state")),
     Metric("engines_wanted", "gauge", "Harvested engines that a run could use now", ("run",)),
     Metric(
@@ -157,9 +160,14 @@ METRICS = (
         "Siblings' tokens that were sent from engine to engine for drafts",
         ("run",),
     ),
-    Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
-    Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind",)),
-    Metric("decisions", "counter", "What the harvester decided, by action", ("action",)),
+    Metric(
+        "quarantined_nodes",
+        "gauge",
+        "Nodes that get no engine now because engines died on them",
+        ("cluster",),
+    ),
+    Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind", "cluster")),
+    Metric("decisions", "counter", "What the harvester decided, by action", ("action", "cluster")),
     Metric("events", "counter", "The ledger's events, by kind", ("kind",)),
     Metric("ledger_ok", "gauge", "1 while the ledger takes what is written, else 0"),
     Metric("ledger_lag_seconds", "gauge", "Age of the oldest record that is not durable yet; 0 = all are"),
@@ -203,19 +211,25 @@ def _daemon(f: StatusMetrics) -> Iterator[Sample]:
         "ledger_wal_blocked": f.wal_blocked,
         "payload_bytes": f.payload_bytes,
         "payload_bound_bytes": f.payload_bound_bytes,
-        "quarantined_nodes": f.quarantined,
     }
     yield from ((name, (), value) for name, value in plain.items())
 
 
 def _harvest(f: StatusMetrics) -> Iterator[Sample]:
-    seen = f.tally.gpus
-    if seen is not None:
+    """An empty label is none: a site of one cluster sees no `cluster`."""
+    for cluster, seen in sorted(f.tally.gpus.items()):
         for state in ("idle", "harvested", "other_users", "reserved", "unusable"):
-            yield "gpus", (state,), getattr(seen, f"gpus_{state}")
-        yield "other_users_pending_jobs", (), seen.jobs_pending_other_users
-    yield "observed_timestamp_seconds", (), seen.at if seen is not None else 0
-    yield from (("slurm_rpcs", (kind,), count) for kind, count in sorted(f.rpcs.items()))
+            yield "gpus", (state, cluster), getattr(seen, f"gpus_{state}")
+        yield "other_users_pending_jobs", (cluster,), seen.jobs_pending_other_users
+    for cluster in sorted({"", *f.quarantined}):
+        yield (
+            "observed_timestamp_seconds",
+            (cluster,),
+            f.tally.gpus[cluster].at if cluster in f.tally.gpus else 0,
+        )
+        yield "quarantined_nodes", (cluster,), f.quarantined.get(cluster, 0)
+    for cluster, kinds in sorted(f.rpcs.items()):
+        yield from (("slurm_rpcs", (kind, cluster), count) for kind, count in sorted(kinds.items()))
 
 
 def _runs(f: StatusMetrics) -> Iterator[Sample]:
@@ -252,11 +266,11 @@ def _counters(f: StatusMetrics) -> Iterator[Sample]:
         "jobs_ended": t.jobs_ended,
         "samples_ended": t.samples_ended,
         "steps": t.steps,
-        "decisions": t.decisions,
         "events": t.events,
     }
     for name, counter in single.items():
         yield from ((name, (label,), count) for label, count in sorted(counter.items()))
+    yield from (("decisions", labels, count) for labels, count in sorted(t.decisions.items()))
     yield from (("tokens", labels, count) for labels, count in sorted(t.tokens.items()))
     yield from (("engines_lost", labels, count) for labels, count in sorted(t.engines_lost.items()))
     for name, seconds in (("step_seconds", t.last_step_seconds), ("step_part_seconds", t.step_seconds)):

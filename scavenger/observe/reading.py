@@ -29,10 +29,11 @@ def take(
     tally: Tally,
     lag_s: float,
     demand: Sequence[Demand],
-    rpcs: Mapping[str, int],
-    quarantined: int,
+    rpcs: Mapping[str, Mapping[str, int]],
+    quarantined: Mapping[str, int],
 ) -> Reading:
-    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger. `rpcs`: sent to Slurm, by kind."""
+    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger. `rpcs`: sent to Slurm, by cluster and
+    kind. `quarantined`: nodes, by cluster; "" = the daemon's own."""
     s = status
     wanted = {d.run: d.engines for d in demand}
     return read(

@@ -39,7 +39,7 @@ class Tally:
         self.jobs_submitted = 0
         self.jobs_ended: Counter[str] = Counter()  # state
         self.samples_ended: Counter[str] = Counter()  # state
-        self.decisions: Counter[str] = Counter()  # action
+        self.decisions: Counter[tuple[str, str]] = Counter()  # (action, cluster)
         self.events: Counter[str] = Counter()  # kind
         self.steps: Counter[str] = Counter()  # run -> train steps committed
         self.step_seconds: dict[
@@ -47,7 +47,7 @@ class Tally:
         ] = {}  # run -> seconds of its steps, summed, by what they went to
         self.last_step_seconds: dict[str, dict[str, float]] = {}
         self.step_committed_at: dict[str, float] = {}
-        self.gpus: rec.ClusterPolled | None = None  # the last observation
+        self.gpus: dict[str, rec.ClusterPolled] = {}  # by cluster, the last observation
         self._runs: dict[int, str] = {}
         self._workers: dict[int, tuple[str, str]] = {}  # worker -> (run, kind)
         self._take: dict[type, Callable[[Any], None]] = {
@@ -121,13 +121,10 @@ class Tally:
             total[what] = total.get(what, 0.0) + seconds
 
     def _sampled(self, record: rec.ClusterPolled) -> None:
-        if (
-            not record.cluster
-        ):  # the gauges are of the daemon's own cluster; `scavenger status` shows the others
-            self.gpus = record
+        self.gpus[record.cluster] = record
 
     def _decided(self, record: rec.Decision) -> None:
-        self.decisions[record.action] += 1
+        self.decisions[record.action, record.cluster] += 1
 
     def _event(self, record: rec.Event) -> None:
         self.events[record.kind] += 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import sqlalchemy as sa
 from rich.text import Text
 
@@ -220,6 +221,11 @@ def _drained(state_dir: Path) -> Mapping[str, str]:
 
 def _daemon(seen: status.Status, now: float, runs: bool | None) -> DaemonFacts:
     h = seen.harvest
+    everywhere = [
+        (name, one)
+        for name, one in (("", h), *((further.name, further.harvest) for further in seen.clusters))
+        if one is not None
+    ]
     return DaemonFacts(
         seen.at,
         seen.generation,
@@ -232,8 +238,12 @@ def _daemon(seen: status.Status, now: float, runs: bool | None) -> DaemonFacts:
         h.concluded if h is not None else "",
         tuple(_conditions(seen)),
         h.stopped if h is not None else "",
-        h.jobs_pending_other_users if h is not None else 0,
-        h.nodes if h is not None else (),
+        sum(one.jobs_pending_other_users for _, one in everywhere),
+        tuple(
+            msgspec.structs.replace(node, name=f"{name}/{node.name}") if name else node
+            for name, one in everywhere
+            for node in one.nodes
+        ),
         seen.engines,
         seen.runs,
         {job.run: f"job {job.job_id} {job.ended or job.state}" for job in seen.training},

@@ -106,6 +106,7 @@ def worked() -> Tally:
     )
     tally.add([rec.StepCommitted(1, 6, "train", 1, 2, '{"seconds": 12.0, "seconds_wait": 1.0}', 9.0)])
     tally.add([rec.StepCommitted(1, 6, "eval", 1, 2, "{}", 9.0), rec.ClusterPolled(3, 2, 7, 4, 1, 9, 8.0)])
+    tally.add([rec.ClusterPolled(5, 1, 0, 0, 0, 2, 9.0, cluster="b")])
     tally.add(
         [rec.Event("garbage", 0, "k", "r", "{}", 1.0), rec.Decision("harvest", "submit", "s", "r", "{}", 1.0)]
     )
@@ -116,7 +117,22 @@ def reading(tally: Tally) -> Reading:
     run = RunReading("ada", {("harvested", "ready"): 2}, {"queued": 3, "leased": 4}, 6, 2, 6, 8.5, 9.5)
     return metrics.read(
         StatusMetrics(
-            10.0, "0.1", 3, 1.0, True, 0.5, 6, 700, 800, 1, 900, 1000, tally, (run,), 2, {"squeue": 11}
+            10.0,
+            "0.1",
+            3,
+            1.0,
+            True,
+            0.5,
+            6,
+            700,
+            800,
+            1,
+            900,
+            1000,
+            tally,
+            (run,),
+            {"": 2, "b": 1},
+            {"": {"squeue": 11}},
         )
     )
 
@@ -137,7 +153,12 @@ def test_a_scrape_has_what_the_daemon_did() -> None:
         exporter.close()
 
     def value(name: str, **labels: str) -> float:
-        return found["scavenger_" + name, frozenset(labels.items())]
+        """Labels that are empty are none."""
+        return next(
+            number
+            for (called, has), number in found.items()
+            if called == "scavenger_" + name and {k: v for k, v in has if v} == labels
+        )
 
     assert (
         value("tokens_total", run="ada", source="reserved"),
@@ -153,6 +174,12 @@ def test_a_scrape_has_what_the_daemon_did() -> None:
         value("gpus", state="harvested"),
         value("other_users_pending_jobs"),
     ) == (3, 2, 9)
+    assert (
+        value("gpus", state="idle", cluster="b"),
+        value("other_users_pending_jobs", cluster="b"),
+        value("observed_timestamp_seconds", cluster="b"),
+        value("quarantined_nodes", cluster="b"),
+    ) == (5, 2, 9, 1)
     assert (value("steps_total", run="ada"), value("step_seconds", run="ada", part="step")) == (2, 12)
     assert (
         value("step_seconds", run="ada", part="wait"),

@@ -15,7 +15,13 @@ def test_engines_samples_versions_and_progress_are_the_core_s() -> None:
     core = bench.router.core
     (run,) = core.runs.values()
     before = reading.take(
-        SEEN, core, Tally(), 0.0, [Demand(run.id, run.name, 7, 1, "")], {"squeue": 5, "scontrol": 10}, 2
+        SEEN,
+        core,
+        Tally(),
+        0.0,
+        [Demand(run.id, run.name, 7, 1, "")],
+        {"": {"squeue": 5, "scontrol": 10}},
+        {"": 2},
     ).values
     assert before["engines"] == {(run.name, "harvested", "ready"): 1}
     assert before["engines_wanted"][run.name,] == 7
@@ -23,17 +29,17 @@ def test_engines_samples_versions_and_progress_are_the_core_s() -> None:
     assert in_flight["leased"] == 1
     assert sum(in_flight.values()) == len(core.samples)
     assert before["weights_version"][run.name,] == 1
-    assert before["slurm_rpcs"] == {("scontrol",): 10, ("squeue",): 5}
-    assert before["quarantined_nodes"][()] == 2
+    assert before["slurm_rpcs"] == {("scontrol", ""): 10, ("squeue", ""): 5}
+    assert before["quarantined_nodes"][("",)] == 2
 
     bench.now += 50.0
     bench.chunk(W1, lease, 0, 2)
-    after = reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values
+    after = reading.take(SEEN, core, Tally(), 0.0, (), {}, {}).values
     assert after["run_progress_timestamp_seconds"][run.name,] == bench.now, "a token is progress"
     assert after["slurm_rpcs"] == {}, "nothing was asked"
 
     core.workers[next(iter(core.workers))].suspect = True
-    assert reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values["engines"] == {
+    assert reading.take(SEEN, core, Tally(), 0.0, (), {}, {}).values["engines"] == {
         (run.name, "harvested", "suspect"): 1
     }
 
@@ -44,7 +50,7 @@ def test_drafts_are_counted_over_engines_that_come_and_go() -> None:
     (run,) = core.runs.values()
 
     def counted() -> tuple[float, ...]:
-        values = reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values
+        values = reading.take(SEEN, core, Tally(), 0.0, (), {}, {}).values
         return tuple(
             values[name][run.name,] for name in ("drafted_tokens", "accepted_drafts", "verifications")
         )

@@ -70,8 +70,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Peer:
-    """One cluster's harvester. `session`: the process that has the key, until `lease_until` (of the clock). `free`: the number under which it
-    takes a request now, None while it has one, or has reported nothing."""
+    """One cluster's harvester. `session`: the process that has the key, until `lease_until` (of the clock). `free`: the number under which
+    it takes a request now, None while it has one, or has reported nothing."""
 
     routing_id: bytes = b""
     session: str = ""
