@@ -90,7 +90,8 @@ class ServiceManager:
         obey: Callable[[DaemonConfig], None],
         stop: asyncio.Event,
     ) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the server until `stop`. `further`: harvesters of further clusters, by name. `obey` takes the live part of a configuration that was read again, or raises."""
+        """What runs beside the server until `stop`. `further`: harvesters of further clusters, by name. `obey` takes the live part of a
+        configuration that was read again, or raises."""
         found: list[Coroutine[Any, Any, None]] = [self.notifier.watch(lambda: server.turns, stop)]
         if self._reread is not None:
             reloader = Reloader(self.config, self._reread, obey, server.write, self.notifier, clock)

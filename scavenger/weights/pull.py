@@ -112,9 +112,8 @@ class Pull:
         self.reported_to: set[str] = set()  # endpoints that know what was measured
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
-        self._last: dict[
-            messages.WeightSource, bool
-        ] = {}  # whether it is kept for when the others deliver nothing
+        # Whether it is kept for when the others deliver nothing, and for how long (0: as usual).
+        self._last: dict[messages.WeightSource, tuple[bool, float]] = {}
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
         self._waiting: deque[messages.WeightSource] = deque()  # for one of `MAX_SOURCES` places
@@ -123,12 +122,18 @@ class Pull:
     def offer(self, sources: Sequence[messages.WeightSource], version: int | None = None) -> None:
         """Pull from these too, which call it `version` (None: as the manifest does). A known one goes on, or is tried again if given up."""
         kept = self.manifest.total_nbytes >= LED_NBYTES
-        last = {_plain(source): kept and source.last and not is_near(source) for source in sources}
-        sources = sorted(last, key=lambda source: last[source])
+        last = {
+            _plain(source): (
+                source.last and not is_near(source) and (kept or source.after_s > 0),
+                source.after_s,
+            )
+            for source in sources
+        }
+        sources = sorted(last, key=lambda source: last[source][0])
         with self.lock:
             self._last.update(last)
             for number, source in enumerate(self._sources):
-                self.transfer.keep_for_last(number, self._last[source])
+                self.transfer.keep_for_last(number, *self._last[source])
             self._numbers.update(
                 dict.fromkeys(sources, self.manifest.version if version is None else version)
             )
@@ -144,7 +149,7 @@ class Pull:
     def _begin(self, source: messages.WeightSource, connections: int) -> None:  # under the lock
         self._streams = [stream for stream in self._streams if stream.is_alive()]
         self._sources.append(source)
-        self.transfer.keep_for_last(len(self._sources) - 1, self._last[source])
+        self.transfer.keep_for_last(len(self._sources) - 1, *self._last[source])
         for _ in range(connections):
             stream = _Stream(self, self.transfer.add_holder(len(self._sources) - 1, self.clock()), source)
             self._streams.append(stream)
@@ -304,7 +309,7 @@ def host_of(source: messages.WeightSource) -> str:
 
 
 def _plain(source: messages.WeightSource) -> messages.WeightSource:
-    return msgspec.structs.replace(source, last=False) if source.last else source
+    return msgspec.structs.replace(source, last=False, after_s=0.0)
 
 
 async def pull(

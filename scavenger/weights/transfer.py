@@ -11,7 +11,8 @@ later (I8).
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
   stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time;
                 or one that others were asked for as long ago as that
-  last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
+  last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`, or for
+                as long as was said of such a holder
   failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes, refusals and
                 chunks that it had reported and does not have, in a row, give it up
 
@@ -113,7 +114,8 @@ class Transfer:
         self._left_since = np.full(count, np.inf)
         self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
         self._rarity = self._order
-        self._last: set[int] = set()  # sources that are asked only while the others deliver nothing
+        # Sources that are asked only while the others deliver nothing: for so many seconds.
+        self._last: dict[int, float] = {}
         self._delivered_at = now  # when one of the others did
 
     def complete(self) -> bool:
@@ -157,18 +159,19 @@ class Transfer:
     def is_partial(self, source: int) -> bool:
         return source in self._has
 
-    def keep_for_last(self, source: int, last: bool) -> None:
-        """Ask this source only while the others deliver nothing, or as any other."""
+    def keep_for_last(self, source: int, last: bool, after_s: float = 0.0) -> None:
+        """Ask this source only while the others deliver nothing, for `after_s` (0: `stall_s`), or as any other."""
         if last:
-            self._last.add(source)
+            self._last[source] = after_s or self._limits.stall_s
         else:
-            self._last.discard(source)
+            self._last.pop(source, None)
 
     # ---------------------------------------------------------------- asking
 
     def is_kept_back(self, index: int, now: float) -> bool:
         """Whether nothing is to be asked of holder `index` now, because others deliver or have not had the time to."""
-        return self.holders[index].source in self._last and now - self._delivered_at < self._limits.stall_s
+        after_s = self._last.get(self.holders[index].source)
+        return after_s is not None and now - self._delivered_at < after_s
 
     def ask(self, index: int, now: float) -> list[int]:
         """Chunks to request from holder `index` now."""

@@ -117,8 +117,8 @@ class WeightSource(MessagePart, frozen=True):
 
     `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both
     see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. `complete`: False while the holder has only
-    a part of the version, and tells readers which. `last`: an engine on the reader's node fetches the version for all of them; this source
-    is for when that one delivers nothing.
+    a part of the version, and tells readers which. `last`: an engine on the reader's node, or of its cluster, fetches the version for all
+    of them; this source is for when that one delivers nothing, for `after_s` seconds where the source is on another cluster.
     """
 
     endpoint: BoundedText
@@ -128,6 +128,7 @@ class WeightSource(MessagePart, frozen=True):
     complete: bool = True
     nixl: bool = False  # its memory may be read by NIXL
     last: bool = False
+    after_s: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 0.0
 
 
 # ---------------------------------------------------------------- daemon -> worker or trainer, before a session

@@ -665,6 +665,8 @@ class Work:
             return []
         if self._wanted is not None and self._wanted.version == message.version:
             return [MoreHolders(message)] if _holders(message) != _holders(self._wanted) else []
+        if message.more and message.version == self._ahead:
+            return [MoreHolders(message)]
         if message.more:
             return []  # holders of a version that is here by now, or that was given up
         if message.version == self.loaded_version:

@@ -384,7 +384,7 @@ def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
     if (refusal := _fault_of_charging(core, run)) is not None:
         return refusal
     run.weights.versions[body.version] = Version(
-        body.version, body.step, body.root, body.manifest, body.sources, base, merged
+        body.version, body.step, body.root, body.manifest, body.sources, base, merged, nbytes=body.nbytes
     )
     run.weights.next_version = body.version + 1
     core.record(

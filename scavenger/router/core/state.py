@@ -438,6 +438,7 @@ class Version:
     proved: bool = False  # an engine holds it as it was published
     #: Life (`Core.life_of`) -> node of the engines that had all of it and would not serve it; empty as soon as one does.
     refusers: dict[tuple[str, int], str] = field(default_factory=dict)
+    nbytes: int = 0  # 0: not known
 
 
 @dataclass(slots=True)

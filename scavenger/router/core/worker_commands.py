@@ -139,7 +139,15 @@ def serving(core: Core, worker: Worker, message: Serving) -> None:
         run.weights.directory.drop(message.version, worker.id)
     else:
         before = run.weights.available(message.version)
-        run.weights.directory.add_holder(message.version, worker.id, worker.place, message.source)
+        run.weights.directory.add_holder(
+            message.version,
+            worker.id,
+            worker.place,
+            message.source,
+            worker.process.cluster,
+            nbytes=known.nbytes,
+            now=core.now,
+        )
         run.due.fleet |= run.weights.available(message.version) != before
 
 
@@ -277,18 +285,25 @@ def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) 
     """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
     run, published = worker.run, worker.run.weights
     choice = published.directory.choose(
-        version.version, worker.id, worker.place, version.sources, alone=worker.bounded
+        version.version,
+        worker.id,
+        worker.place,
+        version.sources,
+        alone=worker.bounded,
+        cluster=worker.process.cluster,
+        nbytes=version.nbytes,
+        now=core.now,
     )
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
     connected, versions = run.trainer.conn is not None, published.versions
     from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
     keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
-    manifest, base = b"" if more else version.manifest, _base(worker, version, more=more)
+    manifest, base = b"" if more else version.manifest, _base(core, worker, version, more=more)
     return UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
 
 
-def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
+def _base(core: Core, worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
     """The base that the version's adapters are merged with. It is by far the larger part, so the worker is counted as its reader."""
     run = worker.run
     base = run.weights.base_of(version)
@@ -297,7 +312,14 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
     sources = base.sources
     if not run.weights.directory.is_holder(base.version, worker.id):
         sources = run.weights.directory.choose(
-            base.version, worker.id, worker.place, base.sources, alone=worker.bounded
+            base.version,
+            worker.id,
+            worker.place,
+            base.sources,
+            alone=worker.bounded,
+            cluster=worker.process.cluster,
+            nbytes=base.nbytes,
+            now=core.now,
         ).sources
     return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
 
@@ -313,11 +335,13 @@ def _revision(run: ActiveRun, version: Version) -> tuple[int, ...]:
 
 def more_holders(core: Core, worker: Worker) -> None:
     """Send a worker that still pulls the holders that came since it was asked to load."""
-    version = worker.run.weights.versions.get(worker.weights.asked)
+    weights, run = worker.weights, worker.run
+    loads = worker.status is WorkerStatus.LOADING and weights.asked != weights.loaded
+    version = run.weights.versions.get(weights.asked if loads else weights.ahead)
     if (
         version is None
-        or worker.status is not WorkerStatus.LOADING
-        or worker.weights.asked == worker.weights.loaded
+        or not (loads or weights.ahead > weights.loaded)
+        or run.weights.directory.is_holder(version.version, worker.id)
         or worker.conn is None
         or worker.engine.lease_limit == 0
     ):
