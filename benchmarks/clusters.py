@@ -5,8 +5,8 @@
 Needs root and iproute2: hosts are network namespaces with an address each on two bridges, one a cluster, and a link between the bridges;
 what each link carries is bounded by Linux (tbf, both ways), and the bytes across are the link's own counters. The training job's rank is on
 one cluster, the engines on the other; they are processes with the product's store, pull, source and directory under CURVE: the benchmark
-is their router. The first version crosses whole (`--seconds` at the link's rate), the second as deltas, made before: 1 in 8 of its values changed.
-`--lose` kills the engine that crosses when half of the first version is over. On a machine with few cores all hosts share them.
+is their router. The first version crosses whole (`--seconds` at the link's rate), the second as deltas, made before: 1 in 8 of its values
+changed. `--lose` kills the engine that crosses when half of the first version is over. On a machine with few cores all hosts share them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from scavenger.protocol.messages import (
     Welcome,
 )
 from scavenger.router.core import worker_commands
-from scavenger.weights.directory import PEERS
+from scavenger.weights.directory import LEAST_WAIT_S, PEERS
 from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 from tests.router.versions import asked, made
@@ -43,6 +43,28 @@ def test_a_joiner_is_sent_to_the_trainer_and_to_the_engines_that_hold_the_versio
     bench.say(W1, Serving(1, root(1), engine(1)))
     bench.hello(W2)
     assert [m.sources for m in asked(bench, W2)] == [(SOURCE, engine(1))]
+
+
+def test_one_engine_of_a_cluster_fetches_a_version_for_the_others_of_it() -> None:
+    """Which cluster an engine is on its key says. Nothing but the bytes differs: no source is read by NIXL from there."""
+    bench = started(n=1)
+    bench.hello(W1, cluster="b")
+    bench.hello(W2, cluster="b")
+    bench.hello(W3)
+    (crosses,), (waits,), (here,) = (asked(bench, conn) for conn in (W1, W2, W3))
+    assert [source.last for source in (*crosses.sources, *here.sources)] == [False, False]
+    assert [(source.last, source.after_s) for source in waits.sources] == [(True, LEAST_WAIT_S)]
+    bench.say(W1, Serving(1, root(1), engine(1, complete=False)))
+    bench.tick(0.5)
+    (more,) = asked(bench, W2)
+    assert [(source.endpoint, source.last) for source in more.sources] == [
+        (SOURCE.endpoint, True),
+        ("tcp://engine1:1", False),
+    ]
+    bench.say(W1, Goodbye("SIGTERM", True))
+    bench.tick(0.5)
+    (more,) = asked(bench, W2)
+    assert more.sources == (SOURCE,), "it crosses now"
 
 
 def test_what_an_engine_says_under_another_root_is_not_passed_on() -> None:

@@ -194,6 +194,9 @@ def test_a_holder_kept_for_last_is_asked_while_the_others_deliver_nothing() -> N
     assert t.is_kept_back(1, 2.1)
     t.keep_for_last(1, False)
     assert not t.is_kept_back(1, 2.1), "it is as any other now: the node's leader is gone"
+    t.keep_for_last(1, True, after_s=30.0)
+    assert t.is_kept_back(1, 32.0)
+    assert not t.is_kept_back(1, 32.2), "so long was said of it"
 
 
 def test_what_is_on_its_way_to_another_is_not_asked_of_who_has_all_unless_that_one_gets_nothing() -> None:
