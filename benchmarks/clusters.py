@@ -285,10 +285,9 @@ class Site:
             for lines in select.select(list(waiting), [], [], OFFER_S / 5)[0]:
                 self._hear(waiting[lines], number, total, left)
             crossed = self.hosts.crossed() - before
-            if lose and crossed > total / 2:
+            if lose and crossed > total / 2 and (one := self.directory.crosses(number, "b")) is not None:
                 lose = False
-                worker, _ = self.directory._crossing[number, "b"]
-                self.engines[worker][1].process.kill()
+                self.engines[one][1].process.kill()
             if time.monotonic() - offered_at >= OFFER_S:
                 offered_at = time.monotonic()
                 for worker in sorted(left):

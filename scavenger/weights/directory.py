@@ -189,6 +189,11 @@ class WeightDirectory:
         ]
         return complete[0] if len(complete) == 1 else None
 
+    def crosses(self, version: int, cluster: str) -> int | None:
+        """The worker that fetches the version for this cluster from outside."""
+        found = self._crossing.get((version, cluster))
+        return None if found is None else found[0]
+
     def choose(
         self,
         version: int,

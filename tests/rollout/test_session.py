@@ -24,6 +24,7 @@ from scavenger.protocol.worker.events import (
     LoadFailed,
     LoadWeights,
     LogNote,
+    MoreHolders,
     PullFailed,
     PullWeights,
     SendMessage,
@@ -342,6 +343,9 @@ def test_the_next_version_is_pulled_ahead_and_disturbs_no_lease() -> None:
     assert of(PullWeights, t.hear(wire.PullAhead(ahead))) == [PullWeights(ahead)]
     assert t.session.work.leases.held() == (Held(1, 1, 1),)
     assert t.session.work.loaded_version == 7
+    more = wire.UseWeights(8, b"", (wire.WeightSource("tcp://engine2:1", "", b"t"),), more=True)
+    assert of(MoreHolders, t.hear(more)) == [MoreHolders(more)], "who holds it by now"
+    assert t.hear(wire.UseWeights(6, b"", more.sources, more=True)) == [], "an older one"
     assert t.hear(wire.PullAhead(wire.UseWeights(7, b"m", ()))) == [], "it has that one"
     assert of(LoadWeights, t.hear(ahead))
     assert t.hear(wire.PullAhead(wire.UseWeights(9, b"m", ()))) == [], "a load is not disturbed"

@@ -84,6 +84,24 @@ def test_an_engine_that_is_at_work_pulls_the_next_version_meanwhile_once() -> No
     assert bench.take(W1, PullAhead) == []
 
 
+def test_an_engine_that_pulls_ahead_hears_of_new_holders() -> None:
+    """Else it would wait for one that fetches for its cluster, and not know where that one serves."""
+    bench = ahead()
+    bench.tick(1.0)
+    assert len(bench.take(W1, PullAhead)) == 1
+    asked(bench, W1)
+    bench.hello(W2)
+    bench.say(W2, Serving(2, root(2), engine(W2)))
+    bench.tick(1.0)
+    (more,) = bench.take(W1, UseWeights)
+    assert (more.version, more.more, engine(W2) in more.sources) == (2, True, True)
+    bench.say(W1, Serving(2, root(2), engine(W1)))
+    bench.hello(W3)
+    bench.say(W3, Serving(2, root(2), engine(W3)))
+    bench.tick(1.0)
+    assert bench.take(W1, UseWeights) == [], "it has all of it"
+
+
 def test_what_an_engine_leaves_of_the_older_step_is_generated_with_the_older_version() -> None:
     bench = ahead()
     [old] = bench.leases(W1)
