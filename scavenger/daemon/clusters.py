@@ -4,8 +4,8 @@
                                                    records to the ledger, with the cluster's name; demand, less what others have
 
 Owns which of them there are, what is remembered of each while its link is down (its limits, what its admin ordered), and how their records
-and nodes are told from those of the daemon's own cluster. A cluster whose key was removed loses its engines. A fault of one cluster is
-logged, said in `scavenger status`, and ends neither the daemon nor the others. Decides nothing about jobs.
+and nodes are kept apart from those of the daemon's own cluster. A cluster whose key was removed loses its engines. A fault of one is
+logged, shown in `scavenger status`, and ends neither the daemon nor the others. Decides nothing about jobs.
 
 Boundary: files of the state directory, and the tasks of further harvesters; IO.
 """
@@ -47,7 +47,7 @@ LOOK_S = 0.5
 RETRY_S = 30.0
 #: One request may take so many of its commands.
 COMMANDS = 6
-#: What a harvester may say of these at its worst: the daemon's time is everybody's.
+#: What a harvester may report of these at its worst: the daemon's time is everybody's.
 LEAST_POLL_S, MOST_COMMAND_S = 0.2, 600.0
 LIMITS = "limits.json"
 
@@ -117,7 +117,7 @@ def of_cluster(snapshot: rec.Snapshot, name: str) -> ClusterState:
 
 
 def config_of(own: DaemonConfig, name: str, reported: ReportedLimits) -> DaemonConfig:
-    """The daemon's configuration with what a further cluster says of [cluster] and [harvest], and nothing of its own there. Raises
+    """The daemon's configuration with what a further cluster reports of [cluster] and [harvest], and nothing of its own there. Raises
     `ConfigError`. Pure."""
     try:
         sections = msgspec.json.decode(reported.limits, type=dict[str, dict[str, Any]])
@@ -151,7 +151,7 @@ def config_of(own: DaemonConfig, name: str, reported: ReportedLimits) -> DaemonC
 
 
 class FurtherClusters:
-    """See the module. `admitted`: public key -> cluster, as the key files say now. `router`: given the demand that is left for a cluster.
+    """See the module. `admitted`: public key -> cluster, by the key files. `router`: given the demand that is left for a cluster.
     `own`: the harvester of the daemon's own cluster, None where it harvests nothing there. Used on the event loop alone."""
 
     def __init__(
@@ -169,7 +169,7 @@ class FurtherClusters:
         self._changed = asyncio.Event()
         self.own: Harvester | None = None
         self.clusters: dict[str, Further] = {}
-        self._faults: dict[str, str] = {}  # of what a cluster said last, or of what is remembered of it
+        self._faults: dict[str, str] = {}  # of what a cluster reported last, or of what is remembered of it
         self._left: dict[
             str, ClusterState
         ] = {}  # of clusters whose limits were forgotten: they come with `Ready`

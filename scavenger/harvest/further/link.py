@@ -4,7 +4,7 @@
 
 Owns the socket, whose key is which cluster's, one request at a time for each cluster, and what a request that got no answer counts as.
 A harvester that is not heard is a Slurm that does not answer: `ClusterUnavailable`. A submission whose answer is missing may have taken
-place, `SubmitUnknown`; one that was not sent, or not carried out, did not. What a harvester says is typed and bounded, and else dropped.
+place, `SubmitUnknown`; one that was not sent, or not carried out, did not. What a harvester sends is typed and bounded, and else dropped.
 
 Boundary: a socket and the thread that has it.
 """
@@ -403,7 +403,7 @@ class ClusterLink:
         self._send(socket, peer.routing_id, wire.Ask(*peer.asked_as, pending.request))
 
     def _send(self, socket: zmq.Socket[bytes], routing_id: bytes, message: msgspec.Struct) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read: it says `Ready` again
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read: it sends `Ready` again
             socket.send_multipart([routing_id, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
 
 
@@ -448,7 +448,7 @@ class LinkLine:
         try:
             answer = wire.unpacked(compressed)
         except wire.MALFORMED as error:
-            raise _unanswered(request, f"what {who} answers is malformed: {error}") from error
+            raise _unanswered(request, f"the reply of {who} is malformed: {error}") from error
         return client.reply_in(answer, request, kind, who, self.rpc)
 
     def plausible(self, replied: P) -> P:

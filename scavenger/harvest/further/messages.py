@@ -1,4 +1,4 @@
-"""What the harvester of a further cluster and the daemon say to each other. The harvester asks for work:
+"""The messages between the harvester of a further cluster and the daemon. The harvester asks for work:
 
     harvester                                   daemon
     Ready(session, number, done, limits) ---->
@@ -46,7 +46,7 @@ MAX_READY_BYTES = 1 << 20
 #: Each is a file at the daemon.
 MOST_DRAINED = 4096
 
-#: What of [cluster] the daemon is told, and takes: how often it may ask. Of [harvest] all but what is a path, or is needed there alone.
+#: What of [cluster] the daemon gets, and takes: how often it may ask. Of [harvest] all but what is a path, or is needed there alone.
 CLUSTER_KEYS = frozenset(
     {
         "poll_interval_s",

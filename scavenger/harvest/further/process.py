@@ -130,7 +130,7 @@ class SiteRole:
         self._backend = ""
         self._ours: tuple[Job, ...] = ()
         self._started: dict[int, int] = {}
-        self.uid = ""  # by what the daemon knows its jobs here; "" = it has not said
+        self.uid = ""  # by what the daemon knows its jobs here; "" = not known yet
         self.user = jobs_user(config)
 
     # ---------------------------------------------------------------- what bounds it
@@ -376,7 +376,7 @@ class HarvesterLoop:
         try:
             message = wire.from_daemon.decode(body)
         except wire.MALFORMED as error:
-            log.warning("what the daemon says is malformed", reason=str(error))
+            log.warning("a malformed message of the daemon", reason=str(error))
             return
         match message:
             case wire.Refused(reason):
@@ -408,7 +408,7 @@ class HarvesterLoop:
             return wire.packed(proxy.ProxyAnswer(proxy.FailedReply("unavailable", str(error))))
 
     def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
-        with contextlib.suppress(zmq.Again):  # no connection: `done` says later what was carried out
+        with contextlib.suppress(zmq.Again):  # no connection: `done` shows later what was carried out
             socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
 
