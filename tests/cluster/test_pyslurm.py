@@ -50,6 +50,7 @@ JOB = {
     "job_id": 7,
     "user_id": os.getuid(),
     "partition": "p",
+    "account": "physics",
     "job_state": "FAILED",
     "state_reason": "None",
     "name": None,
@@ -175,6 +176,7 @@ def test_a_view_comes_through_the_process_and_costs_what_is_counted(
         1,
         3600,
     )
+    assert job.account == "physics"
     assert job.exit_code == 3, (
         "the signal that pyslurm 22.5 carries over from another record is not this job's"
     )
