@@ -180,3 +180,12 @@ def test_on_notice_the_job_requeues_itself_or_waits_for_slurm_to_do_it(
     )
     assert done.returncode == 75
     assert (said.read_text().split() if said.exists() else []) == requeues
+
+
+def test_a_worker_s_code_that_comes_in_two_pieces_is_one(tmp_path: Path) -> None:
+    """`read` gives up after a second with what it has: of 75 the job once took the 5 alone, and tried the worker's import."""
+    script = (Path(__file__).parents[2] / "scripts/rollout.sbatch.j2").read_text()
+    loop = script[script.index("code=137") : script.index("# These are not the worker's words")]
+    path = tmp_path / "job"
+    path.write_text(f"ended=\nexec 3< <(sleep 0.9; printf 7; sleep 1.5; echo 5)\n{loop}exit $code\n")
+    assert subprocess.run(["bash", str(path)], check=False).returncode == 75
