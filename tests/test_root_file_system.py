@@ -82,6 +82,23 @@ def test_what_nobody_uses_goes_but_the_one_before(tmp_path: Path) -> None:
     assert {path.name for path in cache.iterdir() if path.is_dir()} == {"trixie-b", "trixie-c"}
 
 
+def test_the_callers_folder_for_temporary_files_is_not_asked_for_inside(tmp_path: Path) -> None:
+    """It is on this machine alone: with pam_tmpdir, or on a login node, every `mktemp` in there would fail."""
+    for folder in ("proc", "sys", "dev"):
+        (tmp_path / "root" / folder).mkdir(parents=True)
+    script = '. "$1/scripts/root-file-system"; mount_system "$2"; env | grep -E "^(TMPDIR|TMP|TEMP)=" || echo none'
+    apart = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
+    done = subprocess.run(
+        [*apart, "bash", "-euc", script, "bash", str(ROOT), str(tmp_path / "root")],
+        env={**os.environ, "TMPDIR": str(tmp_path), "TMP": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "none\n"), done.stderr
+
+
 def test_a_mirror_that_cannot_be_reached_is_no_failure_of_the_release(tmp_path: Path) -> None:
     """What cannot be fetched is told as that, by an exit status of its own: the next release is tried all the same."""
     (tmp_path / "bin").mkdir()
