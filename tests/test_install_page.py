@@ -90,7 +90,11 @@ def test_every_command_of_the_page_belongs_to_a_test() -> None:
     assert blocks("From a clone") == [
         "./scripts/quickstart             # from a bare machine to a finished run, nothing asked\n"
     ]
-    assert not [one for title in ("Containers: Apptainer, Podman, pyxis", "An environment module") for one in blocks(title)]
+    assert not [
+        one
+        for title in ("Containers: Apptainer, Podman, pyxis", "An environment module")
+        for one in blocks(title)
+    ]
     named = set(re.findall(r"scavenger-([\d.]+)-py3", PAGE)) | set(re.findall(r"scavenger_([\d.]+)_", PAGE))
     assert named == {scavenger.__version__}
 

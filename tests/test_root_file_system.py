@@ -86,7 +86,9 @@ def test_the_callers_folder_for_temporary_files_is_not_asked_for_inside(tmp_path
     """It is on this machine alone: with pam_tmpdir, or on a login node, every `mktemp` in there would fail."""
     for folder in ("proc", "sys", "dev"):
         (tmp_path / "root" / folder).mkdir(parents=True)
-    script = '. "$1/scripts/root-file-system"; mount_system "$2"; env | grep -E "^(TMPDIR|TMP|TEMP)=" || echo none'
+    script = (
+        '. "$1/scripts/root-file-system"; mount_system "$2"; env | grep -E "^(TMPDIR|TMP|TEMP)=" || echo none'
+    )
     apart = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
     done = subprocess.run(
         [*apart, "bash", "-euc", script, "bash", str(ROOT), str(tmp_path / "root")],
