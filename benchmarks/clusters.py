@@ -57,9 +57,9 @@ def publish(address: str, nbytes: int) -> None:
     """The training job's rank: publishes a version for each line that comes."""
     manifest, buffer = make(nbytes)
     with WeightServer(address, encrypt=True, deltas=2) as source:
-        told, number = Lines(sys.stdin.fileno()), 1
-        while not told.ended:
-            for _ in told.read():
+        orders, number = Lines(sys.stdin.fileno()), 1
+        while not orders.ended:
+            for _ in orders.read():
                 if number > 1:
                     manifest, buffer = changed(manifest, buffer, number)
                 address_of_it = source.publish(manifest, buffer)
@@ -81,8 +81,8 @@ def changed(manifest: manifests.Manifest, buffer: Buffer, number: int) -> tuple[
 
 
 def engine(address: str) -> None:
-    """An engine's process: loads what it is told, and serves it on, until its input ends."""
-    told = Lines(sys.stdin.fileno())
+    """An engine's process: loads what it is ordered to, and serves it on, until its input ends."""
+    orders = Lines(sys.stdin.fileno())
 
     def serving(message: messages.Serving) -> None:
         tell(serving=packed(message))
@@ -97,16 +97,16 @@ def engine(address: str) -> None:
             tell(loaded=order.version, seconds=time.monotonic() - began, chosen=store.chosen)
 
         def take() -> None:
-            for message in told.read():
+            for message in orders.read():
                 order = msgspec.msgpack.decode(bytes.fromhex(message["order"]), type=messages.UseWeights)
                 if order.more:
                     store.offer(order)
                 else:
                     loads.add(asyncio.create_task(load(order)))
-            if told.ended:
+            if orders.ended:
                 ended.set()
 
-        loop.add_reader(told.descriptor, take)
+        loop.add_reader(orders.descriptor, take)
         tell(ready=True)
         await ended.wait()
         store.close()

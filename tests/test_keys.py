@@ -138,8 +138,8 @@ def test_an_owner_is_locked_out_at_once_and_comes_back_to_the_same_runs_with_ano
     keys.add_owner_key(state, "bob", second)
     said = keys_command(state, "retire", "bob", "--all")
     assert said.exit_code == 0, said.output
-    for told in ("2 keys retired", "engines of its runs leave", "refused", "keys add bob --public KEY"):
-        assert told in said.output
+    for line in ("2 keys retired", "engines of its runs leave", "refused", "keys add bob --public KEY"):
+        assert line in said.output
     assert first not in keys.enrolled_owners(state).values()
     for words in (("retire", "bob"), ("retire", "bob", "--all"), ("add", "bob", "--public", second)):
         said = keys_command(state, *words)

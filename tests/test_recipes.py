@@ -209,6 +209,13 @@ def base_of(target: Path) -> Path:
     return target
 
 
+def context_of(folder: Path) -> Path:
+    """A clone with its wheel: from what a recipe is built."""
+    copied_clone(folder)
+    wheel_of(folder, folder / "dist")
+    return folder
+
+
 def said(*argv: str | Path, timeout_s: float = 600.0, **more: Any) -> str:
     """What a builder printed at last. Raises with all of it when it fails."""
     done = subprocess.run(
@@ -230,9 +237,7 @@ def test_buildah_makes_an_image_that_trains(tmp_path: Path) -> None:
     buildah("add", "--quiet", holder, base, "/", timeout_s=600)
     buildah("commit", "--quiet", "--rm", holder, "localhost/base", timeout_s=600)
 
-    context = tmp_path / "clone"
-    copied_clone(context)
-    wheel_of(context, context / "dist")
+    context = context_of(tmp_path / "clone")
     arguments = ["--build-arg=BASE=localhost/base", "--build-arg=EXTRAS=trainer", "--network=host"]
     buildah(
         "build",
@@ -269,9 +274,7 @@ def test_podman_makes_an_image_that_trains(tmp_path: Path) -> None:
         "--storage-driver=vfs",
     ]
     said(*podman, "import", base_of(tmp_path / "base.tar"), "localhost/base")
-    context = tmp_path / "clone"
-    copied_clone(context)
-    wheel_of(context, context / "dist")
+    context = context_of(tmp_path / "clone")
     named = [
         "--build-arg=BASE=localhost/base",
         "--build-arg=EXTRAS=trainer",
@@ -301,9 +304,7 @@ def test_podman_makes_an_image_that_trains(tmp_path: Path) -> None:
 def test_apptainer_makes_an_image_that_trains(tmp_path: Path) -> None:
     if shutil.which("apptainer") is None:
         pytest.skip("no apptainer here")
-    context, image = tmp_path / "clone", tmp_path / "scavenger.sif"
-    copied_clone(context)
-    wheel_of(context, context / "dist")
+    context, image = context_of(tmp_path / "clone"), tmp_path / "scavenger.sif"
     recipe = tmp_path / "scavenger.def"
     text = DEFINITION.read_text().replace("[trainer,vllm,math]", "[trainer]")
     head = "Bootstrap: docker\nFrom: debian:12-slim\n"

@@ -230,7 +230,7 @@ class Children:
             child = self._idle.pop(at)[1] if at is not None else Child()
         try:
             reply = child(request)
-        except BaseException:
+        except BaseException:  # its answer may still come, and would be taken for the next request's
             child.end()
             raise
         with self._lock:

@@ -388,7 +388,7 @@ class Slow:
         with contextlib.suppress(OSError):
             while data := source.recv(8 << 10):
                 if rate:
-                    time.sleep(len(data) / rate)
+                    time.sleep(len(data) / rate)  # this is the link's rate
                     self.carried += len(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
@@ -733,8 +733,8 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
         {"start": f"2035-01-{day:02}T08:00:00", "end": f"2035-01-{day:02}T09:00:00", "reason": "cooling" * 90}
         for day in range(1, 29)
     ]
-    told = process.limits_json(site_of(tmp_path / "b", blackout=spans))
-    assert len(told) > 16 * 1024
+    limits = process.limits_json(site_of(tmp_path / "b", blackout=spans))
+    assert len(limits) > 16 * 1024
 
     async def play() -> None:
         own = site_of(tmp_path / "own")
@@ -748,7 +748,7 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
             return clusters.FurtherClusters(own, pair, UID, writes, lambda _: nothing, time.time, dict)
 
         first, again = made(), made()
-        await first._take_limits("b", clusters.ReportedLimits("u", told.decode()))
+        await first._take_limits("b", clusters.ReportedLimits("u", limits.decode()))
         again.restore(cast(Any, SimpleNamespace(jobs=(), waits=(), quarantined=())))
         assert again.clusters["b"].reported == first.clusters["b"].reported
         first.close()

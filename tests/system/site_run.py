@@ -26,6 +26,12 @@ CONFIG = "/etc/scavenger/scavenger.toml"
 LEDGER = "postgresql://scavenger@pg/scavenger"
 STATE, PUBLIC = "/shared/scavenger/state", "/shared/scavenger/public"
 STEPS = 80
+#: Of hosts without a trace of ours: one that trains, and one with a GPU.
+BARE_HOSTS = (
+    HostSpec("ctl", 10, ("munge", "slurmctld")),
+    HostSpec("train1", 21, ("munge", "slurmd")),
+    HostSpec("gpu1", 31, ("munge", "slurmd")),
+)
 #: How many hosts have, or had, an engine of ours.
 ENGINES = "SELECT count(DISTINCT node) FROM workers WHERE kind = 'harvested'"
 
@@ -99,6 +105,21 @@ def booted(
         yield site
     assert not [one for one in folder.glob("*/console") if _is_held(one)], "a container is left"
     assert str(folder) not in Path("/proc/self/mounts").read_text(), "a mount is left"
+
+
+def bare_system(release: str) -> Path:
+    """A root file system of Debian without a trace of ours (tests/system/deb_site.sh), made where it is not there yet."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scavenger-deb"
+    made = subprocess.run(
+        ["bash", str(ROOT / "tests/system/deb_site.sh"), release],
+        env={**os.environ, "root": str(ROOT), "cache": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    return Path(made.stdout.split()[-1])
 
 
 def _is_held(path: Path) -> bool:

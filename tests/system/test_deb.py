@@ -16,18 +16,13 @@ from pathlib import Path
 import pytest
 
 import scavenger
-from scavenger.cluster.sandbox.hosts import BootedHost, HostSpec, SiteSandbox, wait_for
-from tests.system.site_run import unit
+from scavenger.cluster.sandbox.hosts import BootedHost, SiteSandbox, wait_for
+from tests.system.site_run import BARE_HOSTS, bare_system, unit
 
 pytestmark = [pytest.mark.site, pytest.mark.long, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_INSTALLED_KIB = 150_000_000 // 1024
-HOSTS = (
-    HostSpec("ctl", 10, ("munge", "slurmctld")),
-    HostSpec("train1", 21, ("munge", "slurmd")),
-    HostSpec("gpu1", 31, ("munge", "slurmd")),
-)
 #: What Debian's own programs note on a host's disk as they run.
 NOTED = (
     r"^/(proc|sys|dev|run|tmp|shared|var/(log|cache|tmp|spool|backups|lib/(systemd|dpkg|apt|private|slurm))"
@@ -80,17 +75,7 @@ def field(package: Path, name: str) -> str:
 
 @pytest.fixture
 def hosts(release: str, packages: list[Path], tmp_path: Path) -> Iterator[SiteSandbox]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scavenger-deb"
-    made = subprocess.run(
-        ["bash", str(ROOT / "tests/system/deb_site.sh"), release],
-        env={**os.environ, "root": str(ROOT), "cache": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
-    with SiteSandbox(Path(made.stdout.split()[-1]), tmp_path / "site", HOSTS) as booted:
+    with SiteSandbox(bare_system(release), tmp_path / "site", BARE_HOSTS) as booted:
         for package in packages:
             (booted.shared / package.name).write_bytes(package.read_bytes())
         yield booted

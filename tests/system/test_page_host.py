@@ -5,41 +5,25 @@ One host over a root file system without a trace of ours (tests/system/deb_site.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.sandbox.hosts import BootedHost, HostSpec, SiteSandbox
+from scavenger.cluster.sandbox.hosts import BootedHost, SiteSandbox
 from scavenger.errors import ClusterUnavailable
 from tests.pages import commands
+from tests.system.site_run import BARE_HOSTS, bare_system
 
 pytestmark = [pytest.mark.site, pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = (
-    HostSpec("ctl", 10, ("munge", "slurmctld")),
-    HostSpec("train1", 21, ("munge", "slurmd")),
-    HostSpec("gpu1", 31, ("munge", "slurmd")),
-)
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BootedHost]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scavenger-deb"
-    made = subprocess.run(
-        ["bash", str(ROOT / "tests/system/deb_site.sh"), "bookworm"],
-        env={**os.environ, "root": str(ROOT), "cache": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
     folder = tmp_path_factory.mktemp("host") / "site"
-    with SiteSandbox(Path(made.stdout.split()[-1]), folder, SITE) as booted:
+    with SiteSandbox(bare_system("bookworm"), folder, BARE_HOSTS) as booted:
         yield booted["train1"]
 
 

@@ -21,6 +21,7 @@ from scavenger.protocol.messages import (
     Wake,
     WeightsFailed,
     WeightsLoaded,
+    WeightSource,
 )
 from scavenger.router.core import refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
@@ -284,23 +285,14 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
 def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) -> UseWeights:
     """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
     run, published = worker.run, worker.run.weights
-    choice = published.directory.choose(
-        version.version,
-        worker.id,
-        worker.place,
-        version.sources,
-        alone=worker.bounded,
-        cluster=worker.process.cluster,
-        nbytes=version.nbytes,
-        now=core.now,
-    )
+    sources = _chosen(core, worker, version)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
     connected, versions = run.trainer.conn is not None, published.versions
     from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
     keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
     manifest, base = b"" if more else version.manifest, _base(core, worker, version, more=more)
-    return UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
+    return UseWeights(version.version, manifest, sources, keep, more, run.settings.encrypt, base)
 
 
 def _base(core: Core, worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
@@ -311,17 +303,22 @@ def _base(core: Core, worker: Worker, version: Version, *, more: bool) -> BaseWe
         return None
     sources = base.sources
     if not run.weights.directory.is_holder(base.version, worker.id):
-        sources = run.weights.directory.choose(
-            base.version,
-            worker.id,
-            worker.place,
-            base.sources,
-            alone=worker.bounded,
-            cluster=worker.process.cluster,
-            nbytes=base.nbytes,
-            now=core.now,
-        ).sources
+        sources = _chosen(core, worker, base)
     return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
+
+
+def _chosen(core: Core, worker: Worker, version: Version) -> tuple[WeightSource, ...]:
+    """The sources that the directory has for the worker; it counts as their reader."""
+    return worker.run.weights.directory.choose(
+        version.version,
+        worker.id,
+        worker.place,
+        version.sources,
+        alone=worker.bounded,
+        cluster=worker.process.cluster,
+        nbytes=version.nbytes,
+        now=core.now,
+    ).sources
 
 
 def _revision(run: ActiveRun, version: Version) -> tuple[int, ...]:
