@@ -96,6 +96,11 @@ def installs(host: BootedHost, package: Path) -> str:
     return apt(host, "install", f"/shared/{package.name}")
 
 
+def with_file(command: str, path: str) -> list[str]:
+    """The words of a page's command, with this path where it has FILE."""
+    return [path if word == "FILE" else word for word in command.split()]
+
+
 def serves(host: BootedHost, before: str = "0") -> Callable[[], bool]:
     return lambda: unit(host, "ActiveState") == "active" and unit(host, "MainPID") not in (before, "0")
 
@@ -135,6 +140,8 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     configured = host.run("cat", "/etc/scavenger/scavenger.toml")
     assert "scavenge" in host.run(*AS_USER, "doctor", env=CONFIG, check=False)
 
+    saved = "/var/lib/scavenger/before-upgrade.ledger"
+    host.run(*with_file(block("Debian and Ubuntu", 5)[0], saved), timeout_s=120.0)
     began = time.monotonic()
     installs(host, second)
     wait_for("the upgraded daemon serves", serves(host, pid), 60)
@@ -143,7 +150,21 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
     assert host.run("cat", "/etc/scavenger/scavenger.toml") == configured
     assert "sound" in host.run(*AS_USER, "ledger", "check", env=CONFIG)
 
-    remove, purge = block("Debian and Ubuntu", 6)
+    going_back = block("Debian and Ubuntu", 6)
+    assert going_back[1].split() == ["apt-get", "install", "--allow-downgrades", "./OLD.deb"]
+    for command in going_back:
+        if command == going_back[1]:
+            apt(host, "install", "--allow-downgrades", f"/shared/{first.name}")
+            assert unit(host, "ActiveState") == "inactive", (
+                "a stopped daemon is not started before its ledger is back"
+            )
+        else:
+            host.run(*with_file(command, saved), timeout_s=120.0)
+    assert serves(host)()
+    assert host.run("dpkg-query", "-W", "-f", "${Version}", "scavenger") == field(first, "Version")
+    assert "history_began" in host.run(*AS_USER, "ledger", "report", "events", "--format", "csv", env=CONFIG)
+
+    remove, purge = block("Debian and Ubuntu", 7)
     apt(host, *remove.split()[1:])
     assert unit(host, "ActiveState") == "inactive"
     assert host.run("pgrep", "-u", "scavenger", check=False) == ""
