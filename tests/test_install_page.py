@@ -84,7 +84,7 @@ def searched(tools: Path, *first: Path) -> str:
 
 def test_every_command_of_the_page_belongs_to_a_test() -> None:
     assert len(blocks(HEADING)) == 6
-    assert len(blocks("Debian and Ubuntu")) == 7, (
+    assert len(blocks("Debian and Ubuntu")) == 8, (
         "tests/system/test_deb.py and test_deb_first_engine.py run them"
     )
     assert blocks("From a clone") == [
