@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
 MAX_MB = 150
 HEADING = "With pip, uv or pipx"
 #: Blocks that this file runs, by their first words.
-WHEEL, PIP, TRAINING, HASHES, UV, PIPX = range(6)
+WHEEL, PIP, TRAINING, CARRIED, OFFLINE, HASHES, UV, PIPX = range(8)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -83,7 +83,7 @@ def searched(tools: Path, *first: Path) -> str:
 
 
 def test_every_command_of_the_page_belongs_to_a_test() -> None:
-    assert len(blocks(HEADING)) == 6
+    assert len(blocks(HEADING)) == 8
     assert len(blocks("Debian and Ubuntu")) == 8, (
         "tests/system/test_deb.py and test_deb_first_engine.py run them"
     )
@@ -162,6 +162,25 @@ def test_each_python_starts_a_daemon_without_torch_and_under_150_mb(
 @pytest.mark.timeout(1200)
 def test_pip_installs_what_the_page_says(clone: Path, tmp_path: Path) -> None:
     said = run(blocks(HEADING)[PIP], clone, tmp_path / "opt")
+    assert scavenger.__version__ in said
+    assert "No broken requirements" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_folder_of_wheels_is_all_that_a_host_without_internet_needs(clone: Path, tmp_path: Path) -> None:
+    place, nowhere = tmp_path / "opt", "http://127.0.0.1:9"
+    run(blocks(HEADING)[CARRIED], clone, place)
+    run(
+        blocks(HEADING)[OFFLINE],
+        clone,
+        place,
+        PIP_INDEX_URL=nowhere,
+        PIP_FIND_LINKS="",
+        http_proxy=nowhere,
+        https_proxy=nowhere,
+    )
+    said = run("/opt/scavenger/bin/scavenger version; /opt/scavenger/bin/pip check", clone.parent, place)
     assert scavenger.__version__ in said
     assert "No broken requirements" in said
 

@@ -63,6 +63,7 @@ FURTHER = By(
 )
 CHIPS = By(f"{PLACES}::test_the_driver_and_torch_know_the_gpu")
 JOIN = By("tests/test_joining.py::test_a_user_joins_a_daemon_that_runs_and_connects_to_it")
+WHEELS = By(f"{INSTALL}::test_a_folder_of_wheels_is_all_that_a_host_without_internet_needs")
 EXTRA = By(f"{INSTALL}::test_an_extra_is_installed_as_its_page_says")
 
 SERVED = Here(needs=("served",))
@@ -190,6 +191,8 @@ PAGES: dict[str, dict[str, Entry]] = {
             f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"
         ),
         "/opt/scavenger/bin/scavenger demo": By(f"{INSTALL}::test_the_wheel_plays_the_demo_without_a_clone"),
+        "build/venv/bin/pip wheel --wheel-dir wheels -c constraints.txt 'dist/scavenger-0.2.0-py3-none-any.whl[top,web]'": WHEELS,
+        "/opt/scavenger/bin/pip install --no-index --find-links wheels -c constraints.txt 'scavenger[top,web]'": WHEELS,
         "/opt/scavenger/bin/pip install --require-hashes -r requirements-daemon.txt": By(
             f"{INSTALL}::test_pip_installs_known_files_and_no_others"
         ),
