@@ -50,7 +50,7 @@ from scavenger.ledger.maintain.keeper import Keeper
 from scavenger.ledger.read import history, reader
 from scavenger.ledger.records import Event, Heartbeat, OpenGroup, Snapshot
 from scavenger.ledger.write import transaction
-from scavenger.ledger.write.transaction import Generation
+from scavenger.ledger.write.transaction import Generation, history_began
 from scavenger.ledger.write.writer import Writer, WriterState
 from scavenger.observe import fleet, status
 from scavenger.observe.training import TrainingJobs, UnclosedRun
@@ -717,18 +717,7 @@ class Daemon:
             log.warning(
                 "the ledger begins another history", reason=generation.began, generation=int(generation)
             )
-            server.write(
-                [
-                    Event(
-                        "history_began",
-                        0,
-                        f"generation {int(generation)}",
-                        generation.began,
-                        "{}",
-                        self.clock(),
-                    )
-                ]
-            )
+            server.write([history_began(generation, generation.began, self.clock())])
 
     async def _retry_bind(self, bind: Callable[[], T]) -> T:
         """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""

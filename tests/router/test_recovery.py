@@ -102,6 +102,8 @@ def test_after_a_restore_everybody_ends_or_begins_anew_and_the_ledger_is_sound(
     ]
     began = "SELECT count(*) FROM generations WHERE code_version LIKE 'restored from %'"
     assert daemon.query(began) == [(1,)]
+    written = "SELECT count(*) FROM events WHERE kind = 'history_began' AND reason LIKE 'restored from %'"
+    assert daemon.query(written) == [(1,)]
 
 
 def test_a_worker_goes_on_over_a_daemon_s_restart(daemon: LiveDaemon, workers: list[ScriptedWorker]) -> None:

@@ -162,7 +162,8 @@ def test_it_is_installed_started_upgraded_removed_and_purged_without_a_trace(
             host.run(*with_file(command, saved), timeout_s=120.0)
     assert serves(host)()
     assert host.run("dpkg-query", "-W", "-f", "${Version}", "scavenger") == field(first, "Version")
-    assert "history_began" in host.run(*AS_USER, "ledger", "report", "events", "--format", "csv", env=CONFIG)
+    events = (*AS_USER, "ledger", "report", "events", "--format", "csv")
+    wait_for("the restored history has begun", lambda: "history_began" in host.run(*events, env=CONFIG), 60)
 
     remove, purge = block("Debian and Ubuntu", 7)
     apt(host, *remove.split()[1:])

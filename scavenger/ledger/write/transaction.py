@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.records import Record
+from scavenger.ledger.records import Event, Record
 from scavenger.ledger.schema import generations
 from scavenger.ledger.store import BEGIN, require_head
 from scavenger.ledger.write.batches import write_records
@@ -138,7 +138,13 @@ def begin_history(
     connection.execute(
         sa.insert(generations).values(**row, started_at=now, committed_at=now, batch=0, superseded_at=now)
     )
+    write_records(connection, [history_began(granted, why, now)])
     return granted
+
+
+def history_began(generation: Generation, why: str, now: float) -> Event:
+    """What the ledger's reports say of a history that begins with this generation."""
+    return Event("history_began", 0, f"generation {int(generation)}", why, "{}", now)
 
 
 def _grant(connection: sa.Connection, now: float, announced: Announced, why: str = "") -> Generation:
