@@ -534,8 +534,9 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
             ("mismatch_k3", "the mean of k3, an estimate of the KL divergence"),
             ("mismatch_p99", "what 99 % of the differences of log-probabilities do not exceed"),
             ("mismatch_max", "the greatest"),
+            ("mismatch_nan", "tokens whose difference is no number (NaN), in none of the others but k3"),
         )
-        if name in metrics
+        if name in metrics and (name != "mismatch_nan" or metrics[name])
     ]
     table = table_of(
         "How far trainer and engine differed",
