@@ -633,6 +633,11 @@ def _called(calls: Sequence[Row], turn: int) -> str:
 
 # ---------------------------------------------------------------- the site
 
+_NO_CLUSTER = (
+    "This ledger has seen no cluster and has no harvested GPU, so nobody waited for us. A try with --local is so: it "
+    "uses its own machine alone. A daemon's first poll brings the tables here."
+)
+
 
 def harm(connection: sa.Connection) -> Page:
     """GPU-hours given to each user's runs, by account and by run, and other users' waits while harvested jobs had GPUs there."""
@@ -643,7 +648,7 @@ def harm(connection: sa.Connection) -> Page:
     preempted = filled(questions.PREEMPTIONS_BY_DAY)
     waited = ask(connection, by_partition)[: questions.MOST_WAITS]
     several = len({row["cluster"] for row in waited}) > 1
-    return Page(
+    shown = Page(
         "Harm",
         (
             table_of(
@@ -686,6 +691,9 @@ def harm(connection: sa.Connection) -> Page:
             ),
         ),
     )
+    if any(panel.body for panel in shown.panels) or ask(connection, questions.ANY_POLL + ";"):
+        return shown
+    return Page("Harm", (Panel("No shared GPU was used", questions.ANY_POLL + ";", empty=_NO_CLUSTER),))
 
 
 def decisions(connection: sa.Connection, before: int = 2**62) -> Page:

@@ -568,6 +568,13 @@ def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user
     assert (given["owner"], given["run"], given["gpu hours"]) == ("owner", "sorting", "0.0017")
 
 
+def test_harm_of_a_ledger_that_saw_no_cluster_says_so_once(url: str) -> None:
+    written(url, [prologue()[:1]])
+    (page,) = asked_of(url, pages.harm)
+    (panel,) = page.panels
+    assert "A try with --local is so" in panel.empty
+
+
 def masked() -> list[r.Record]:
     """A sample of step 1 that its verifier could not score."""
     return [
