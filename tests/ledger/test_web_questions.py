@@ -334,6 +334,8 @@ def test_metrics_come_in_the_order_in_which_they_are_looked_at() -> None:
         "loss",
         "reward_std",
         "seconds",
+        "eval_cut_fraction",
+        "eval_sampled",
         "eval_greedy",
         "length_mean",
         "reward",
@@ -344,6 +346,8 @@ def test_metrics_come_in_the_order_in_which_they_are_looked_at() -> None:
     assert pages.ordered(names) == [
         "reward",
         "eval_greedy",
+        "eval_sampled",
+        "eval_cut_fraction",
         "length_mean",
         "reward_answer",
         "reward_format",
