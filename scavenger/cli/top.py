@@ -18,6 +18,9 @@ from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.errors import ConfigError
 from scavenger.printable import escaped
 
+#: Columns of a line in a pipe or a file: nothing is cut, so that a search finds it.
+_UNCUT = 10_000
+
 
 def top(
     config_path: ConfigOption = DEFAULT_CONFIG,
@@ -60,7 +63,7 @@ def top(
             )
         )
     else:
-        size = shutil.get_terminal_size((80, 24))
+        size = shutil.get_terminal_size((_UNCUT, 24))  # the second of these where there is no terminal
         for line in text.once(shown, size.columns, size.lines - 1):
             print(line.plain.rstrip())
     if len(shown.problems) == 2:  # neither status nor ledger

@@ -64,6 +64,7 @@ METRICS = frozenset(
         "clip_fraction",
         "mismatch_k3",
         "mismatch_max",
+        "mismatch_nan",
         "mismatch_p99",
         "truncated_fraction",
         "lr",

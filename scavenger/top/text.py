@@ -40,6 +40,8 @@ SIGNS: dict[str, tuple[str, str, str]] = {
 #: A node with more GPUs is drawn by counts.
 MOST_SIGNS = 16
 _NAME_CELLS = 20
+#: A row of the map: a line that is not cut may be longer, but none reads a map so wide.
+_MOST_MAP_CELLS = 240
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -223,7 +225,7 @@ def overview(view: View, width: int, height: int) -> list[Text]:
     of_runs = [line for run in runs[:4] for line in run_lines(run, width)]
     most_runs = max(2, min(len(of_runs), height // 3))
     room = max(1, min(height // 2, height - most_runs - 4))
-    lines += node_map(view.nodes, width, room)
+    lines += node_map(view.nodes, min(width, _MOST_MAP_CELLS), room)
     if not view.nodes:
         lines.append(Text(fitted("no node is known one by one: no daemon's status is here", width)))
     lines += of_runs[:most_runs]

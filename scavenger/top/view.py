@@ -287,6 +287,8 @@ def why_not_more(inputs: Inputs) -> str:
         if daemon.conditions:
             return daemon.conditions[0]
         return concluded or "nothing was decided yet"
+    if daemon is None and ledger is not None and ledger.poll is None and not concluded:
+        return f"this ledger has seen no cluster: a try (`--local`) uses this machine alone; else {_why_gone(inputs)}"
     what = "no daemon serves" if daemon is not None else "no daemon's status is here"
     # The decision first: what is gone may be named by a long path.
     decided = f"; its last decision: {concluded}" if concluded else ""

@@ -360,13 +360,11 @@ def make_app(
             except HungUp:
                 return Response()  # nobody reads it
             except OSError as error:
-                shown = Page("Not shown", (Panel("Why", empty=describe(error)[:2_000]),))
-                return HTMLResponse(render.served(shown, prefix, here), 503)
+                return _not_shown(describe(error), 503, prefix, here)
             except ScavengerError as error:
                 code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
                 said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
-                shown = Page("Not shown", (Panel("Why", empty=printable(said)[:2_000]),))
-                return HTMLResponse(render.served(shown, prefix, here), code)
+                return _not_shown(said, code, prefix, here)
             return HTMLResponse(html)
 
         return endpoint
@@ -383,6 +381,10 @@ def make_app(
 
     async def live(request: Request) -> Response:
         return _Live(site)
+
+    async def no_page(request: Request, error: Exception) -> Response:
+        here = str(request.scope["path"]).removeprefix(prefix) or "/"
+        return _not_shown(f"{here[:200]} is the address of no page", 404, prefix, here)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -466,7 +468,10 @@ def make_app(
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={Exception: lambda q, e: PlainTextResponse("500: not shown\n", 500, HEADERS)},
+        exception_handlers={
+            404: no_page,
+            Exception: lambda q, e: PlainTextResponse("500: not shown\n", 500, HEADERS),
+        },
         middleware=[
             Middleware(Guard, token=token, prefix=prefix, hosts=LOOPBACK | frozenset(map(str.lower, hosts)))
         ],
@@ -474,6 +479,13 @@ def make_app(
     app.router.redirect_slashes = False
     app.state.site = site
     return app
+
+
+def _not_shown(why: str, code: int, prefix: str, here: str) -> Response:
+    """A page that says what was not found or not read, with a link to all runs. `why` may have others' text."""
+    title = "Not found" if code == 404 else "Not shown"
+    shown = Page(title, (Panel("Why", empty=printable(why)[:2_000]),), (("Runs", "/"),))
+    return HTMLResponse(render.served(shown, prefix, here), code)
 
 
 class _Live(StreamingResponse):

@@ -100,7 +100,9 @@ def ordered(names: Iterable[str]) -> list[str]:
             "reward_max",
             "reward_version",
         )
-        return (1 if name.startswith("eval_") else 3 if part else 5), 0, name
+        # Of an evaluation its mean reward first: a table has the first six.
+        later = 0 if name in ("eval_sampled", "eval_greedy") else 1
+        return (1 if name.startswith("eval_") else 3 if part else 5), later, name
 
     return sorted(names, key=place)
 
@@ -534,8 +536,9 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
             ("mismatch_k3", "the mean of k3, an estimate of the KL divergence"),
             ("mismatch_p99", "what 99 % of the differences of log-probabilities do not exceed"),
             ("mismatch_max", "the greatest"),
+            ("mismatch_nan", "tokens whose difference is no number (NaN), in none of the others but k3"),
         )
-        if name in metrics
+        if name in metrics and (name != "mismatch_nan" or metrics[name])
     ]
     table = table_of(
         "How far trainer and engine differed",
@@ -632,6 +635,11 @@ def _called(calls: Sequence[Row], turn: int) -> str:
 
 # ---------------------------------------------------------------- the site
 
+_NO_CLUSTER = (
+    "This ledger has seen no cluster and has no harvested GPU, so nobody waited for us. A try with --local is so: it "
+    "uses its own machine alone. A daemon's first poll brings the tables here."
+)
+
 
 def harm(connection: sa.Connection) -> Page:
     """GPU-hours given to each user's runs, by account and by run, and other users' waits while harvested jobs had GPUs there."""
@@ -642,7 +650,7 @@ def harm(connection: sa.Connection) -> Page:
     preempted = filled(questions.PREEMPTIONS_BY_DAY)
     waited = ask(connection, by_partition)[: questions.MOST_WAITS]
     several = len({row["cluster"] for row in waited}) > 1
-    return Page(
+    shown = Page(
         "Harm",
         (
             table_of(
@@ -685,6 +693,9 @@ def harm(connection: sa.Connection) -> Page:
             ),
         ),
     )
+    if any(panel.body for panel in shown.panels) or ask(connection, questions.ANY_POLL + ";"):
+        return shown
+    return Page("Harm", (Panel("No shared GPU was used", questions.ANY_POLL + ";", empty=_NO_CLUSTER),))
 
 
 def decisions(connection: sa.Connection, before: int = 2**62) -> Page:

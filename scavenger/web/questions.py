@@ -233,6 +233,9 @@ SELECT id, at, policy, action, subject, code, cluster, reason FROM v_decisions W
 DECISION = """-- One decision with what it was decided from.
 SELECT id, at, policy, action, subject, code, cluster, reason, inputs FROM v_decisions WHERE id = {id}"""
 
+ANY_POLL = """-- Whether any poll of a cluster is known.
+SELECT at FROM v_cluster_polls LIMIT 1"""
+
 PULSE = """-- Changes with every transaction of the ledger's writer.
 SELECT COALESCE(max(generation), 0) AS generation, COALESCE(sum(batch), 0) AS batches FROM v_generations"""
 

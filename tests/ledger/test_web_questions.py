@@ -334,6 +334,8 @@ def test_metrics_come_in_the_order_in_which_they_are_looked_at() -> None:
         "loss",
         "reward_std",
         "seconds",
+        "eval_cut_fraction",
+        "eval_sampled",
         "eval_greedy",
         "length_mean",
         "reward",
@@ -344,6 +346,8 @@ def test_metrics_come_in_the_order_in_which_they_are_looked_at() -> None:
     assert pages.ordered(names) == [
         "reward",
         "eval_greedy",
+        "eval_sampled",
+        "eval_cut_fraction",
         "length_mean",
         "reward_answer",
         "reward_format",
@@ -566,6 +570,13 @@ def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user
     assert (wait["user name"], wait["outcome"], wait["waited s"]) == ("bob", "started", "6")
     (given,) = found[-1]
     assert (given["owner"], given["run"], given["gpu hours"]) == ("owner", "sorting", "0.0017")
+
+
+def test_harm_of_a_ledger_that_saw_no_cluster_says_so_once(url: str) -> None:
+    written(url, [prologue()[:1]])
+    (page,) = asked_of(url, pages.harm)
+    (panel,) = page.panels
+    assert "A try with --local is so" in panel.empty
 
 
 def masked() -> list[r.Record]:

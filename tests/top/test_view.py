@@ -21,7 +21,7 @@ from scavenger.errors import ScavengerError
 from scavenger.observe import status
 from scavenger.top import recorded, text, view
 from scavenger.top.feed import SiteFeed
-from scavenger.top.view import Gpus, Inputs, NodeView, View, build, clean
+from scavenger.top.view import Gpus, Inputs, LedgerFacts, NodeView, View, build, clean, why_not_more
 from tests.ledger.examples import T0
 from tests.top.sites import EVIL, hostile, site, status_of
 
@@ -335,6 +335,25 @@ def test_once_prints_a_screen_and_neither_source_is_an_error(tmp_path: Path) -> 
     done = command("--config", str(path))
     assert done.exit_code == 1
     assert "there is no ledger at" in done.output
+
+
+def test_once_cuts_no_line_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = tmp_path / ("deep" * 50)
+    path = tmp_path / "scavenger.toml"
+    path.write_text(f'[daemon]\nstate_dir = "{folder}"\n')
+    assert f"no daemon has run with {folder}; start it" in command("--config", str(path)).output
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(folder) not in command("--config", str(path)).output, "as wide as it is told"
+
+
+def test_a_ledger_that_saw_no_cluster_is_said_to_be_of_a_try() -> None:
+    nothing = LedgerFacts(at=NOW)
+    assert why_not_more(Inputs(NOW, None, "no daemon", nothing, "")).startswith(
+        "this ledger has seen no cluster: a try (`--local`) uses this machine alone"
+    )
+    polled = LedgerFacts(at=NOW, poll={"at": NOW})
+    assert "no daemon's status is here" in why_not_more(Inputs(NOW, None, "no daemon", polled, ""))
 
 
 def test_json_is_refused_without_once(tmp_path: Path) -> None:

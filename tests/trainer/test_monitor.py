@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
-from trainer.loop.metrics import Capacity, TokenSources, alarm, effective_fraction
+from trainer.algorithms import mismatch
+from trainer.loop.metrics import Capacity, TokenSources, alarm, effective_fraction, summarise
 from trainer.loop.monitor import (
     Monitor,
     MonitorEntry,
@@ -447,6 +449,30 @@ def test_the_effective_share_of_tokens_is_kong_s_and_1_where_all_count_alike() -
     assert effective_fraction([row(0.7, 0.7), row(0.7)]) == pytest.approx(1.0)
     assert effective_fraction([row(1e6, 1e-6, 1e-6, 1e-6)]) == pytest.approx(0.25, rel=1e-6)
     assert effective_fraction([]) == 0.0
+
+
+@pytest.mark.parametrize("not_numbers", [0, 5])
+def test_what_99_percent_do_not_exceed_is_never_above_the_greatest_whatever_is_no_number(
+    not_numbers: int,
+) -> None:
+    """All differences but NaN are 0.3, whose bin ends at 0.32: neither that edge nor a NaN may stand above the greatest."""
+    difference = torch.tensor([0.3] * 95 + [float("nan")] * not_numbers, dtype=torch.float64)
+    of_row = torch.zeros(len(difference), dtype=torch.int64)
+    row = RowStats(
+        0,
+        len(difference),
+        len(difference),
+        *(0.0,) * 4,
+        mismatch_max=float(mismatch.largest(difference, of_row, 1)),
+        truncated=0.0,
+        mismatch_bins=tuple(mismatch.binned(difference, of_row, 1)[0].tolist()),
+    )
+    found = summarise([], {0: row}, divisor=1.0)
+    assert found["mismatch_p99"] == found["mismatch_max"] == pytest.approx(0.3)
+    assert found["mismatch_nan"] == not_numbers
+    assert ("of 5 tokens no number" in alarm(found | {"mismatch_k3": float("nan")}, 0.02)) == bool(
+        not_numbers
+    )
 
 
 def test_gpu_hours_follow_the_fleet() -> None:

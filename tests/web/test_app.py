@@ -234,7 +234,19 @@ def test_hostile_text_is_text_on_every_page(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_what_is_not_there_is_said(client: TestClient, path: str, code: int) -> None:
-    assert client.get(path).status_code == code
+    reply = client.get(path)
+    assert reply.status_code == code
+    if code == 404:
+        assert "<h1>Not found</h1>" in reply.text
+        assert '<a href="/">Runs</a>' in reply.text, "a way back"
+
+
+def test_an_address_of_no_page_is_named_as_text_and_only_to_who_may_read(tmp_path: Path) -> None:
+    made = web.make_app(ledger(tmp_path), TOKEN, root_path="/sc")
+    reply = TestClient(made, headers=BEARER).get("/sc/no<b>page")
+    assert "/no&lt;b&gt;page is the address of no page" in reply.text
+    assert '<a href="/sc/">Runs</a>' in reply.text
+    assert TestClient(made).get("/sc/no-page").status_code == 401
 
 
 def test_a_ledger_that_is_away_is_said_and_returns(tmp_path: Path) -> None:

@@ -108,7 +108,6 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
 
     beyond = log_ratio > torch.log(torch.tensor(recipe.importance_cap, dtype=log_ratio.dtype))
     uncut = torch.exp(log_ratio.clamp(max=MOST_LOG_WEIGHT))
-    largest = torch.zeros(samples, dtype=difference.dtype, device=difference.device)
     return Terms(
         loss=losses.sum(),
         tokens=summed(ones),
@@ -117,7 +116,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         kl=summed(divergence),
         clipped=summed(clipped),
         mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
-        mismatch_max=largest.scatter_reduce(0, sample, difference.abs(), "amax"),
+        mismatch_max=mismatch.largest(difference, sample, samples),
         mismatch_bins=mismatch.binned(difference, sample, samples),
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
         # E[-log p(token)] is the entropy, over tokens drawn from p: its estimate where it was not computed

@@ -49,14 +49,21 @@ def masked(log_ratio: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor]
 
 
 def binned(difference: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """How many of each sample's tokens lie in each bin of |difference|: [B, BINS] int64."""
+    """How many of each sample's tokens lie in each bin of |difference|: [B, BINS] int64. A NaN lies in none."""
     edges = torch.tensor(EDGES, dtype=difference.dtype, device=difference.device)
     bin_index = sample * BINS + torch.bucketize(difference.detach().abs(), edges)
     return (
         torch.zeros(samples * BINS, dtype=torch.int64, device=sample.device)
-        .index_add(0, bin_index, torch.ones_like(bin_index))
+        .index_add(0, bin_index, (~difference.detach().isnan()).to(torch.int64))
         .view(samples, BINS)
     )
+
+
+def largest(difference: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """The greatest |difference| of each sample's tokens [B]; a NaN counts as 0: `binned` tells how many there are."""
+    size = difference.detach().abs()
+    zeros = torch.zeros(samples, dtype=size.dtype, device=size.device)
+    return zeros.scatter_reduce(0, sample, size.masked_fill(size.isnan(), 0.0), "amax")
 
 
 def quantile(counts: Sequence[int], share: float) -> float:

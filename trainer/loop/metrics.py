@@ -36,6 +36,7 @@ def summarise(
     rows = list(stats.values())
     tokens, trained = sum(lengths), sum(row.tokens for row in rows)
     per_token = 1.0 / trained if trained else 0.0
+    mismatch_max = max((row.mismatch_max for row in rows), default=0.0)
     return {
         **spread(rewards),
         "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
@@ -53,10 +54,15 @@ def summarise(
         "kl": math.fsum(row.kl for row in rows) * per_token,
         "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
         "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
-        "mismatch_p99": quantile(
-            [sum(column) for column in zip(*(row.mismatch_bins for row in rows), strict=True)], 0.99
+        # A bin's upper edge may lie beyond the greatest difference in it.
+        "mismatch_p99": min(
+            mismatch_max,
+            quantile(
+                [sum(column) for column in zip(*(row.mismatch_bins for row in rows), strict=True)], 0.99
+            ),
         ),
-        "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
+        "mismatch_max": mismatch_max,
+        "mismatch_nan": float(sum(row.tokens - sum(row.mismatch_bins) for row in rows if row.mismatch_bins)),
         "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
         "effective_fraction": effective_fraction(rows),
@@ -98,9 +104,12 @@ def alarm(metrics: Mapping[str, float], limit: float) -> str:
     k3 = metrics.get("mismatch_k3", 0.0)
     if not limit or k3 <= limit:  # NaN is over every limit
         return ""
+    nan = metrics.get("mismatch_nan", 0.0)
+    no_number = f", of {nan:,.0f} tokens no number (NaN)" if nan else ""
     return (
         f"LOOK: trainer and engines give the sampled tokens other probabilities: k3 = {k3:.3g} a token, 99 % within "
-        f"{metrics.get('mismatch_p99', 0.0):.3g} nats; monitor.mismatch_alarm = {limit:g}. Lower optimizer.lr if samples are a step old; "
+        f"{metrics.get('mismatch_p99', 0.0):.3g} nats{no_number}; monitor.mismatch_alarm = {limit:g}. "
+        "Lower optimizer.lr if samples are a step old; "
         "else compare the engines' types and versions with the trainer's"
     )
 
