@@ -25,6 +25,8 @@ import msgspec
 from scavenger.protocol.messages import WeightSource
 from scavenger.weights.choice import MeasuredRate
 
+#: Why an order to pull is refused.
+NOT_ENCRYPTED = "the run's weights.encrypt is off, and weights cross no link to another cluster in the clear"
 #: Until the link to a cluster was measured (bytes a second), and until its rate is known to be another: seconds until engines of a cluster
 #: can read what one of them fetches. It says after `ANNOUNCE_S` that it serves, and the others hear of it with the next list of holders.
 LINK_NBYTES_PER_S = 25e6
@@ -68,6 +70,12 @@ def refused(source: WeightSource, encrypt: bool) -> str:
     if encrypt and in_clear(source):
         return "it serves in the clear, and the run's weights.encrypt is set"
     return ""
+
+
+def not_across(cluster: str, encrypt: bool) -> str:
+    """Why no engine of this cluster, "" = the daemon's own, may be told to pull the run's weights; "" where it may. Its source would lie
+    beyond a link that others may overhear."""
+    return "" if encrypt or not cluster else f"{NOT_ENCRYPTED} (cluster {cluster})"
 
 
 class WeightDirectory:

@@ -32,7 +32,7 @@ from scavenger.daemon import clusters
 from scavenger.daemon.enrolment import Enrolment
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import limits
-from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.decide.actions import HarvestCode, Submit
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink
 from scavenger.harvest.further import link, plausible, process
 from scavenger.harvest.further import messages as wire
@@ -981,6 +981,15 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
         async def play() -> None:
             async with daemon_of(world, own, server, lambda: names, tmp_path / "public") as made:
                 there.start()
+                await until(
+                    "the decision says why a run that does not encrypt has no engine there",
+                    lambda: (
+                        (HarvestCode.NOT_ENCRYPTED, "b")
+                        in {(d.code, d.cluster) for d in world.of(rec.Decision)}
+                    ),
+                )
+                assert not world.of(rec.JobIntended)
+                world.want(5, encrypts=True)
                 await until(
                     "as many engines run as its limit", lambda: len(world.jobs(JobState.RUNNING)) == 2
                 )
