@@ -389,6 +389,7 @@ class Slow:
     def __init__(self, port: int, nbytes_per_s: float) -> None:
         self._to, self._rate, self.carried = port, nbytes_per_s, 0
         self._listener = socket.socket()
+        self._sockets = [self._listener]
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
@@ -399,7 +400,9 @@ class Slow:
         with contextlib.suppress(OSError):
             while True:
                 there, _ = self._listener.accept()
+                self._sockets.append(there)
                 here = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets.append(here)
                 for ends in ((there, here, self._rate), (here, there, 0.0)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -413,7 +416,10 @@ class Slow:
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self._listener.close()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # a thread that waits at it is woken, and lets go of it
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 class Crowded(process.SiteRole):
