@@ -19,6 +19,7 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+from scavenger.weights.pace import LEAST_NBYTES_PER_S, ByteRateLimit
 
 
 @dataclass(slots=True)
@@ -50,6 +51,15 @@ async def fetch(
         weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
     blob = await store.get(manifest, weights, pull_s)
     return Pulled(weights, manifest, blob, base, clock() - began, verify_s + store.verify_s, store.chosen)
+
+
+def longest_s(weights: messages.UseWeights, pull_s: float, pull_nbytes_per_s: float) -> float:
+    """Seconds after which `fetch` has ended in any case: each of its pulls has `pull_s`, what its bytes earn, and what the node's bound
+    takes."""
+    blobs = [weights.manifest, weights.base.manifest if weights.base is not None else b""]
+    sizes = [manifests.decode(blob).total_nbytes for blob in blobs if blob]
+    bound = ByteRateLimit(pull_nbytes_per_s)
+    return sum(pull_s + nbytes / LEAST_NBYTES_PER_S + bound.longest_s(nbytes) for nbytes in sizes)
 
 
 def views(pulled: Pulled) -> list[Weight]:

@@ -206,9 +206,10 @@ class FurtherNodes:
         await self._tell(Start(spec, run, gpus, port))
         return EngineNodes(self._here.nodes, 0, self._here.first, port)
 
-    async def fetch(self, weights: UseWeights, pull_s: float) -> None:
-        """Have each further node pull this version. Raises `WeightsError` when one cannot."""
-        await self._ordered(lambda order: Fetch(order, weights, pull_s), pull_s + self._silent_s)
+    async def fetch(self, weights: UseWeights, pull_s: float, most_s: float) -> None:
+        """Have each further node pull this version. Raises `WeightsError` when one cannot. `most_s`: after which its pull has ended in any
+        case; a node that is gone is noticed sooner."""
+        await self._ordered(lambda order: Fetch(order, weights, pull_s), most_s + self._silent_s)
 
     async def place(self, version: int, root: bytes) -> None:
         """Have each lay out what it fetched. Raises `WeightsError`."""

@@ -490,7 +490,9 @@ class RolloutWorker:
         mine = fetching.fetch(self._store, weights, pull_s, began, self._clock)
         if self._further is None:
             return await mine
-        here, there = asyncio.create_task(mine), asyncio.create_task(self._further.fetch(weights, pull_s))
+        most_s = fetching.longest_s(weights, pull_s, self._options.pull_nbytes_per_s)
+        here = asyncio.create_task(mine)
+        there = asyncio.create_task(self._further.fetch(weights, pull_s, most_s))
         try:
             pulled, _ = await asyncio.gather(here, there)
             return pulled

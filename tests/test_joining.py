@@ -218,6 +218,18 @@ def test_a_file_of_anothers_that_was_moved_there_is_no_request(daemon: Site, sit
     assert not request.exists()
 
 
+@pytest.mark.parametrize("text", [b"null", b'{"public": "\xff"}', b"\xff", b"[" * 2000])
+def test_a_request_that_is_none_of_its_kind_is_not_answered(daemon: Site, text: bytes) -> None:
+    folder = key_requests.requests_dir(daemon.public)
+
+    def writes() -> None:
+        (folder / "nonsense").write_bytes(text)
+
+    assert as_user(U2, writes) == ""
+    assert daemon.requests.poll() == []
+    assert not list(folder.iterdir())
+
+
 def test_a_request_that_others_may_write_is_none(daemon: Site) -> None:
     folder = key_requests.requests_dir(daemon.public)
 

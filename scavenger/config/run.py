@@ -712,8 +712,8 @@ class WeightsSection(Section):
     """Engines that have one of so many last versions get only what changed since, where that is less. 0:
     always everything."""
     encrypt: bool = False
-    """`true`: weights travel encrypted (CURVE). Otherwise they travel in the clear; every byte is checked
-    either way."""
+    """`true`: weights travel encrypted (CURVE). Otherwise they travel in the clear, and the run has no engines
+    on further clusters; every byte is checked either way."""
     nixl: bool = False
     """`true`: engines read weights from the trainer's memory by NIXL (RDMA where the network has it). Needs
     the extra `nixl` on both sides; engines without it use TCP. Excludes `encrypt`."""

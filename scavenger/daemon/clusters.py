@@ -34,10 +34,11 @@ from scavenger.errors import AuthError, ClusterError, ConfigError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.execute.edges import FurtherClusterJobs, LedgerWrites, RouterLink, Sources
 from scavenger.harvest.further.link import ClusterLink, LinkedCluster, LinkLine
-from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE, MALFORMED
+from scavenger.harvest.further.messages import CLUSTER_KEYS, HARVEST_KEYS_THERE
 from scavenger.harvest.harvester import STOP_S, Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import status
+from scavenger.parsing import MALFORMED
 from scavenger.protocol import keys
 
 log = structlog.get_logger()
@@ -45,11 +46,15 @@ log = structlog.get_logger()
 #: How often links are looked at, and after which a cluster whose harvester ended with a fault is tried again (s).
 LOOK_S = 0.5
 RETRY_S = 30.0
+#: Limits of a cluster that change are read so often at most (s).
+LIMITS_S = 1.0
 #: One request may take so many of its commands.
 COMMANDS = 6
 #: What a harvester may report of these at its worst: the daemon's time is everybody's.
 LEAST_POLL_S, MOST_COMMAND_S = 0.2, 600.0
 LIMITS = "limits.json"
+#: Characters that are told of a fault in what a cluster reported.
+MOST_FAULT = 1000
 
 
 class ReportedLimits(msgspec.Struct, frozen=True):
@@ -127,7 +132,7 @@ def config_of(own: DaemonConfig, name: str, reported: ReportedLimits) -> DaemonC
         harvest = HarvestSection.model_validate_json(msgspec.json.encode(asked))
     except (*MALFORMED, ValidationError, KeyError) as error:
         raise ConfigError(
-            f"the limits of cluster {name} cannot be read: {error}",
+            f"the limits of cluster {name} cannot be read: {str(error)[:MOST_FAULT]}",
             "run the same release of scavenger there and here",
         ) from error
     least = {
@@ -170,6 +175,8 @@ class FurtherClusters:
         self.own: Harvester | None = None
         self.clusters: dict[str, Further] = {}
         self._faults: dict[str, str] = {}  # of what a cluster reported last, or of what is remembered of it
+        self._refused: dict[str, tuple[ReportedLimits, ConfigError]] = {}  # reported last: not read again
+        self._read_at: dict[str, float] = {}  # when limits of a cluster were read last (the loop's time)
         self._left: dict[
             str, ClusterState
         ] = {}  # of clusters whose limits were forgotten: they come with `Ready`
@@ -195,7 +202,7 @@ class FurtherClusters:
                 self._add(name, reported, of_cluster(snapshot, name))
                 if reported.session:
                     self.link.expect(name, reported.session)
-            except (OSError, msgspec.DecodeError, AuthError, ConfigError) as error:
+            except (OSError, *MALFORMED, AuthError, ConfigError) as error:
                 self._faulty(name, str(error))
         lost = {job.intended.cluster for job in snapshot.jobs} - {"", *self.clusters}
         for name in sorted(lost):
@@ -238,6 +245,7 @@ class FurtherClusters:
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what may change live of the daemon's own file. Raises `ConfigError`."""
         self._config = config
+        self._refused.clear()
         for one in self.clusters.values():
             one.harvester.reconfigure(config_of(config, one.name, one.reported))
 
@@ -266,12 +274,30 @@ class FurtherClusters:
             self._keep_running(one, stop)
 
     async def _take_limits(self, name: str, reported: ReportedLimits) -> None:
-        """Raises `ConfigError`, `OSError`; then what was in force stays."""
+        """Raises `ConfigError`, `OSError`; then what was in force stays. What was refused is not read again, and what changes all the time
+        is read every `LIMITS_S`: reading holds up every cluster and every engine."""
         one = self.clusters.get(name)
         if one is not None and one.reported == reported:
             return
+        refused, fault = self._refused.get(name, (None, None))
+        if fault is not None and refused == reported:
+            raise fault.with_traceback(None)
+        now = asyncio.get_running_loop().time()
+        if now - self._read_at.get(name, float("-inf")) < LIMITS_S:
+            if fault is not None:
+                raise fault.with_traceback(None)
+            return
+        try:
+            await self._read_limits(name, one, reported)
+        except ConfigError as error:
+            self._refused[name], self._read_at[name] = (reported, error), now
+            raise
+        self._refused.pop(name, None)
+        self._read_at[name] = now
+
+    async def _read_limits(self, name: str, one: Further | None, reported: ReportedLimits) -> None:
+        config = config_of(self._config, name, reported)
         if one is None:
-            config_of(self._config, name, reported)
             await asyncio.to_thread(self._remember, name, reported)
             self._add(name, reported, self._left.pop(name, ClusterState((), (), ())))
             return
@@ -281,7 +307,7 @@ class FurtherClusters:
                 "run its harvester as the user that it was; else restart the daemon without its jobs",
             )
         if reported.limits != one.reported.limits:
-            one.harvester.reconfigure(config_of(self._config, name, reported))
+            one.harvester.reconfigure(config)
         await asyncio.to_thread(self._remember, name, reported)
         one.reported = reported
 

@@ -31,6 +31,7 @@ from scavenger.ledger.maintain import backup
 from scavenger.ledger.maintain.backup import Restored
 from scavenger.ledger.schema import generations
 from scavenger.ledger.write.transaction import NO_WRITER, Announced, Generation
+from scavenger.parsing import MALFORMED
 from scavenger.protocol import keys
 
 #: A process's start is known to the tick of the kernel's clock only, and by another clock than its commits.
@@ -140,7 +141,7 @@ def _read(path: Path) -> LedgerHolder | None:
     try:
         named = msgspec.json.decode(path.read_bytes(), type=LedgerHolder)
         return msgspec.structs.replace(named, beat=path.stat().st_mtime)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return None
 
 

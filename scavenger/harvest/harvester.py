@@ -287,7 +287,7 @@ class Harvester:
         user = client.jobs_user(config) if further is None else further.user
         self.session = HarvestSession(rules_of(config, uid, user), self._mint)
         self.tracker = self.session.tracker
-        self.stop_state = StopState(lambda: self.config)
+        self.stop_state = StopState(lambda: self.config, beyond_link=further is not None)
         self._thread = OneThread("cluster")
         self._engines = client.engines_user_of(config) if further is None else further.engines
         self._claims: Counter[int] = Counter()  # engines by run, as of the last decision

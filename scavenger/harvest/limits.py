@@ -111,8 +111,10 @@ def limits_of(
     drained: Mapping[str, str] = MappingProxyType({}),
     by_qos: bool = False,
     plan_step_s: float = 60.0,
+    beyond_link: bool = False,
 ) -> HarvestLimits:
-    """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
+    """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition.
+    `beyond_link`: the cluster is a further one."""
     harvest, cluster = config.harvest, config.cluster
     hours = hours_now(harvest.schedule, harvest.timezone, now)
     not_before, why = health.backoff()
@@ -171,6 +173,7 @@ def limits_of(
             doubted=health.doubted(now),
             drained=tuple(sorted(drained.items())),
         ),
+        beyond_link=beyond_link,
         owners=owner_rules(config.owners),
         blackouts=blackouts(harvest, now),
         division=division_rules(harvest),
@@ -478,10 +481,11 @@ def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float
 
 
 class StopState:
-    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; the caller empties it."""
+    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; the caller empties it.
+    `beyond_link`: the cluster is a further one."""
 
-    def __init__(self, config: Callable[[], DaemonConfig]) -> None:
-        self._config = config
+    def __init__(self, config: Callable[[], DaemonConfig], *, beyond_link: bool = False) -> None:
+        self._config, self._beyond_link = config, beyond_link
         self.files = StopFiles(_ordered)
         self.events: list[rec.Event] = []
         self.stop_read: Stop | None = None  # as of the last `poll`
@@ -576,6 +580,7 @@ class StopState:
             drained=self.drained_in_force,
             by_qos=info.preempts_by == "qos",
             plan_step_s=info.plan_step_s,
+            beyond_link=self._beyond_link,
         )
         self.blind = limits.restrictions.blind
         paused = self.files.paused

@@ -19,6 +19,7 @@ from scavenger.errors import LedgerError, LedgerRefused
 from scavenger.ledger import store
 from scavenger.ledger.faults import explain, remedy
 from scavenger.ledger.schema import generations
+from scavenger.parsing import MALFORMED
 from scavenger.protocol import keys
 
 FILE = "ledger.json"
@@ -64,7 +65,7 @@ def read(state_dir: Path) -> LedgerNote | None:
         return msgspec.json.decode(path.read_bytes(), type=LedgerNote)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise LedgerRefused(
             f"{path} is damaged: {error}", "start once with --new-ledger, which writes it anew"
         ) from error

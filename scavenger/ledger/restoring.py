@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from scavenger.errors import LedgerError
+from scavenger.parsing import MALFORMED
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ def find(state_dir: Path) -> Note | None:
         return msgspec.json.decode(path_in(state_dir).read_bytes(), type=Note)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         return Note(f"a backup ({type(error).__name__} in {path_in(state_dir)})", 0, 0.0)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -25,6 +25,7 @@ from sqlalchemy.pool import NullPool
 from scavenger import resources
 from scavenger.errors import LedgerError, LedgerRefused
 from scavenger.ledger.faults import explain, remedy
+from scavenger.ledger.schema import metadata
 
 #: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -306,8 +307,8 @@ def upgrade(url: str) -> tuple[str, str]:
 
     Returns the revisions before ("" = no tables) and after. Does nothing when it is there already. Else it ends
     the generation of the daemon that writes: that one knows the tables as they were, so its next commit is
-    fenced and it stops. Raises `LedgerRefused` for a ledger that no migration leads from. There is no way down:
-    to go back, restore the backup of before.
+    fenced and it stops. Raises `LedgerRefused` for a ledger that no migration leads from, and for one whose tables are not what its
+    revision says. There is no way down: to go back, restore the backup of before.
     """
     with _schema_transaction(url) as config:
         connection: sa.Connection = config.attributes["connection"]
@@ -316,7 +317,10 @@ def upgrade(url: str) -> tuple[str, str]:
         if before and before != head():
             _end_generations(connection)
         command.upgrade(config, "head")
-        return before, current_revision(connection)
+        after = current_revision(connection)
+        if before and (found := _altered(after, _columns(connection), _columns_anew())):
+            raise found
+        return before, after
 
 
 def _end_generations(connection: sa.Connection) -> None:
@@ -367,6 +371,80 @@ def head() -> str:
 
 
 def require_head(connection: sa.Connection) -> None:
-    """Raises `LedgerError` unless the ledger's schema is this code's."""
-    if found := contradiction(current_revision(connection)):
+    """Raises `LedgerError` unless the ledger's schema is this code's: its revision, and the columns of its tables. Views are compared by
+    `upgrade` alone, with which each daemon starts."""
+    current = current_revision(connection)
+    if found := contradiction(current) or altered(connection, current):
         raise found
+
+
+# ---------------------------------------------------------------- a revision that was changed after it had made a ledger
+
+
+class LedgerColumn(NamedTuple):
+    """A column of a table or view. `needed`: every row that is inserted must name it."""
+
+    name: str
+    needed: bool
+
+
+#: By table or view.
+LedgerColumns = Mapping[str, frozenset[LedgerColumn]]
+#: Also of tables that the asker may not read.
+_COLUMNS = {
+    "sqlite": 'SELECT m.name, c.name, c."notnull" AND c.dflt_value IS NULL AND NOT c.pk FROM sqlite_master m'
+    " JOIN pragma_table_info(m.name) c WHERE m.type IN ('table', 'view')",
+    "postgresql": "SELECT t.relname, c.attname, c.attnotnull AND NOT c.atthasdef FROM pg_class t"
+    " JOIN pg_attribute c ON c.attrelid = t.oid AND c.attnum > 0 AND NOT c.attisdropped"
+    " WHERE t.relkind IN ('r', 'p', 'v') AND t.relnamespace = current_schema()::regnamespace",
+}
+
+
+def _columns(connection: sa.Connection) -> LedgerColumns:
+    found: dict[str, set[LedgerColumn]] = {}
+    for table, column, needed in connection.exec_driver_sql(_COLUMNS[connection.dialect.name]):
+        found.setdefault(str(table), set()).add(LedgerColumn(str(column), bool(needed)))
+    return {table: frozenset(columns) for table, columns in found.items()}
+
+
+def _columns_anew() -> LedgerColumns:
+    """Those of a ledger that this code's revisions make."""
+    engine = sa.create_engine("sqlite://")
+    try:
+        with engine.connect() as connection, connection.begin():
+            command.upgrade(_alembic(connection), "head")
+            return _columns(connection)
+    finally:
+        engine.dispose()
+
+
+def _altered(revision: str, found: LedgerColumns, wanted: LedgerColumns) -> LedgerRefused | None:
+    """Why tables and views are not what their revision makes, with the remedy; None: they are. What else there is does not count, but for
+    a column without which nothing can be inserted. Pure."""
+    for table, columns in sorted(wanted.items()):
+        names, there = {column.name for column in columns}, found.get(table, frozenset())
+        missing = sorted(names - {column.name for column in there})
+        unknown = sorted(column.name for column in there if column.needed and column.name not in names)
+        if not there:
+            what = f"{table} is missing"
+        elif missing:
+            what = f"{table} has no column {missing[0]}"
+        elif unknown:
+            what = f"{table} has the column {unknown[0]}, which this release does not fill"
+        else:
+            continue
+        return LedgerRefused(
+            f"the ledger's schema is at revision {revision}, but not as this release makes it: {what}",
+            "a snapshot made it before the revision was released: export it with that one (scavenger ledger export),"
+            " then start a new one: name another daemon.ledger",
+        )
+    return None
+
+
+def altered(connection: sa.Connection, revision: str) -> LedgerRefused | None:
+    """Why the tables of a ledger at this `revision`, the newest, are not this code's, with the remedy; None: they are."""
+    wanted = {
+        name: frozenset(LedgerColumn(column.name, needed=False) for column in table.columns)
+        for name, table in metadata.tables.items()
+    }
+    return _altered(revision, _columns(connection), wanted)

@@ -28,6 +28,7 @@ from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
 from scavenger.observe import fleet
 from scavenger.observe.training import TrainingJob
+from scavenger.parsing import MALFORMED
 from scavenger.printable import amount, printable
 from scavenger.protocol import keys
 
@@ -255,7 +256,7 @@ def read(state_dir: Path) -> Status:
             f"no daemon has run with {state_dir}",
             "start it: `scavenger daemon`; a try (`--local`) is without one",
         ) from error
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         remedy = "ask as the daemon's user, with the daemon's release"
         raise DaemonUnavailable(f"{path(state_dir)} cannot be read: {error}", remedy) from error
 
@@ -444,7 +445,10 @@ def left_behind(partition: str) -> str:
 
 
 def _utc(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # the file has it from elsewhere
+        return f"no time ({at:g})"
 
 
 def _mb(nbytes: int) -> str:

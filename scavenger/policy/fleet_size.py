@@ -229,7 +229,8 @@ class Demand:
 
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
     where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
-    `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, draining ones counted; None: no limit.
+    `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, draining ones counted; None: no limit. `encrypts`: its weights
+    travel encrypted.
     """
 
     run_id: int
@@ -242,6 +243,7 @@ class Demand:
     owner: str = ""
     owner_gpus: int | None = None
     nodes_per_engine: int = 1
+    encrypts: bool = False
 
     @property
     def gpus(self) -> int:

@@ -32,6 +32,7 @@ import msgspec
 import structlog
 
 from scavenger.errors import AuthError, ConfigError
+from scavenger.parsing import MALFORMED
 from scavenger.protocol import keys
 
 MOST_BYTES = 2048
@@ -226,7 +227,7 @@ def _read(path: Path, gid: int) -> tuple[int, KeyRequest] | None:
         if not _is_made_here(status, gid):
             return None
         return status.st_uid, msgspec.json.decode(os.read(descriptor, MOST_BYTES), type=KeyRequest)
-    except (msgspec.MsgspecError, OSError):
+    except (*MALFORMED, OSError):
         return None
     finally:
         os.close(descriptor)
@@ -272,6 +273,6 @@ def read_reply(public_dir: Path, uid: int, request: KeyRequest) -> KeyReply | No
         found = msgspec.json.decode(keys.read_trusted(path), type=KeyReply)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise AuthError(f"{path} is no reply of a daemon: {error}", "ask the site's admin") from error
     return found if found.nonce == request.nonce else None

@@ -35,6 +35,7 @@ import zmq
 from blake3 import blake3
 
 from scavenger.errors import AuthError, DaemonUnavailable
+from scavenger.parsing import MALFORMED
 from scavenger.protocol.messages import GUEST_INTENT
 
 Z85_KEY_LENGTH = 40
@@ -214,7 +215,7 @@ def read_keypair(path: Path) -> KeyPair:
     """Read a key pair. Raises `AuthError` when it is missing, readable by others, or not a key."""
     try:
         pair = msgspec.json.decode(read_private(path), type=KeyPair)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise AuthError(
             f"{path} is not a key file: {error}", "make a new one with `scavenger init`"
         ) from error
@@ -238,7 +239,7 @@ def read_rendezvous(folder: Path) -> Rendezvous:
         return msgspec.json.decode(read_trusted(path), type=Rendezvous)
     except FileNotFoundError as error:
         raise DaemonUnavailable(f"no daemon has announced itself in {path}", absent_daemon(folder)) from error
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise DaemonUnavailable(f"{path} is not a rendezvous file: {error}", "restart the daemon") from error
 
 

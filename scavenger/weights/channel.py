@@ -34,6 +34,7 @@ from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair, secure
 from scavenger.weights import protocol
 from scavenger.weights.manifest import Manifest
+from scavenger.weights.pace import LEAST_NBYTES_PER_S
 from scavenger.weights.protocol import MAX_REPLY_BYTES, AvailableChunks, ChunkPart, NoSuch, SourceReply
 from scavenger.weights.spool import BLOB
 
@@ -91,6 +92,15 @@ def read_exactly(sock: socket.socket, into: memoryview, heard: OnProgress, timeo
         done += got
         since = time.monotonic()
         heard()
+
+
+def send_within(sock: socket.socket, data: memoryview, timeout_s: float) -> None:
+    """Send all of it. Raises `OSError` when the peer ends, or has read fewer bytes after `timeout_s` than `LEAST_NBYTES_PER_S` brings."""
+    done, since = 0, time.monotonic()
+    while done < len(data):
+        done += sock.send(data[done:])
+        if time.monotonic() - since > timeout_s + done / LEAST_NBYTES_PER_S:
+            raise TimeoutError(f"{done} of {len(data)} bytes read within {timeout_s:g} s")
 
 
 class TcpChannel:

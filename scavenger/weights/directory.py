@@ -5,8 +5,9 @@ are sent to the same holders for the case that it delivers nothing, but those on
 
 Clusters are joined by slow links, so one engine of a cluster crosses: it fetches the version from outside, and the others of its cluster
 take it there as it comes. They are sent to holders outside for the case that it delivers nothing for as long as crossing takes, by the
-rate that was learned of that link; where crossing is predicted to take no longer than handing over does, each fetches for itself. One
-that is lost, or gives up, is followed by the next that asks.
+rate that was learned of that link; where crossing is predicted to take no longer than handing over does, each fetches for itself, until
+that takes longer. One that is lost, or gives up, is followed by the next that asks. A crossing that is much faster or slower than the link
+was known to be says that it is another link now: the rate is learned anew.
 
 Owns holders, who was sent to whom, and the choice among holders. Order of choice: one on the same node that has it or fetches it, then
 the fewest receivers at it now, then the same node, then the same switch, then the lowest number. The publisher is always among them; it
@@ -25,14 +26,19 @@ import msgspec
 from scavenger.protocol.messages import WeightSource
 from scavenger.weights.choice import MeasuredRate
 
+#: Why an order to pull is refused.
+NOT_ENCRYPTED = "the run's weights.encrypt is off, and weights cross no link to another cluster in the clear"
 #: Until the link to a cluster was measured (bytes a second), and until its rate is known to be another: seconds until engines of a cluster
 #: can read what one of them fetches. It says after `ANNOUNCE_S` that it serves, and the others hear of it with the next list of holders.
 LINK_NBYTES_PER_S = 25e6
 HANDOVER_S = 1.2
 #: However fast the link is said to be, one that crosses may be silent for so long (s): deltas may be waited for. And for so long at most.
 LEAST_WAIT_S, MOST_WAIT_S = 10.0, 120.0
-#: What took less may have been here already.
+#: What took less may have been here already: it says that the link is as fast at least.
 LEAST_S = 0.5
+#: A link that carries so many times what was known of it, or so small a part, has changed. So has one over which engines that each fetch
+#: for themselves take so many times `HANDOVER_S`.
+CHANGED = 2.0
 #: Holders outside that one which crosses is sent to, beside the publisher: for when a rank of that is gone.
 ACROSS = 2
 #: Engines that a receiver is sent to, beside the publisher: a few partial ones share what they have nearly as well as all would.
@@ -70,6 +76,12 @@ def refused(source: WeightSource, encrypt: bool) -> str:
     return ""
 
 
+def not_across(cluster: str, encrypt: bool) -> str:
+    """Why no engine of this cluster, "" = the daemon's own, may be told to pull the run's weights; "" where it may. Its source would lie
+    beyond a link that others may overhear."""
+    return "" if encrypt or not cluster else f"{NOT_ENCRYPTED} (cluster {cluster})"
+
+
 class WeightDirectory:
     """Of one run. `switches`: node -> switch, where Slurm's topology is known. A node's name is unique over all clusters; the publisher is
     on the daemon's own cluster, ""."""
@@ -84,6 +96,11 @@ class WeightDirectory:
         ] = {}  # (version, node) -> the worker that fetches it for the node
         # (version, cluster) -> the worker that fetches it from outside, and since when.
         self._crossing: dict[tuple[int, str], tuple[int, float]] = {}
+        # The same where each engine of a cluster fetches for itself: of the first one.
+        self._for_itself: dict[tuple[int, str], tuple[int, float]] = {}
+        self._doubted: set[str] = (
+            set()
+        )  # clusters where that took too long: the next version crosses once, and is measured
         #: By cluster: whole bytes of versions over the seconds that crossing took. What came as deltas makes the link faster.
         self.links: dict[str, MeasuredRate] = {}
 
@@ -102,10 +119,8 @@ class WeightDirectory:
     ) -> None:
         """The worker serves the version, or a part of it that grows. The caller has asked whether the source is `refused`. `nbytes`: of the
         whole version, 0 = not known."""
-        crosses, since = self._crossing.get((version, cluster), (-1, 0.0))
-        if source.complete and crosses == worker and nbytes and not self.is_holder(version, worker):
-            link = self.links.get(cluster, MeasuredRate(LINK_NBYTES_PER_S))
-            self.links[cluster] = link.measured(nbytes, max(LEAST_S, now - since))
+        if source.complete and nbytes and not self.is_holder(version, worker):
+            self._measure_link(version, worker, cluster, nbytes, now)
         known = self._holders.setdefault(version, {})
         present = known.get(worker)
         if present is not None and present.source == source:
@@ -113,6 +128,27 @@ class WeightDirectory:
         readers = present.readers if present is not None else set()
         known[worker] = WeightHolder(worker, node, cluster, source, readers)
         self._changed(version)
+
+    def _measure_link(self, version: int, worker: int, cluster: str, nbytes: int, now: float) -> None:
+        """All of a version is at this worker: learn from it what the link to its cluster carries."""
+        key, link = (version, cluster), self._link(cluster)
+        first, since = self._for_itself.get(key, (-1, 0.0))
+        if first == worker and now - since > CHANGED * HANDOVER_S:
+            self._doubted.add(cluster)
+        crosses, since = self._crossing.get(key, (-1, 0.0))
+        if crosses != worker:
+            return
+        self._doubted.discard(cluster)
+        seconds = max(LEAST_S, now - since)
+        rate = nbytes / seconds
+        if now - since < LEAST_S and rate <= link.per_s:
+            return
+        if not link.per_s / CHANGED <= rate <= link.per_s * CHANGED:
+            link = MeasuredRate(LINK_NBYTES_PER_S)
+        self.links[cluster] = link.measured(nbytes, seconds)
+
+    def _link(self, cluster: str) -> MeasuredRate:
+        return self.links.get(cluster, MeasuredRate(LINK_NBYTES_PER_S))
 
     def drop(self, version: int, worker: int) -> None:
         """It serves the version no longer."""
@@ -161,8 +197,9 @@ class WeightDirectory:
         self._revisions.pop(version, None)
         for key in [key for key in self._leaders if key[0] == version]:
             del self._leaders[key]
-        for key in [key for key in self._crossing if key[0] == version]:
-            del self._crossing[key]
+        for known in (self._crossing, self._for_itself):
+            for key in [key for key in known if key[0] == version]:
+                del known[key]
 
     def _changed(self, version: int) -> None:
         self._revisions[version] = self._revisions.get(version, 0) + 1
@@ -279,8 +316,7 @@ class WeightDirectory:
         this one waits. It is the one, where nobody is and it `leads` its node."""
         if publisher and not cluster:
             return False, 0.0  # the version is here
-        rate = self.links.get(cluster, MeasuredRate(LINK_NBYTES_PER_S)).per_s
-        crossing_s = nbytes / rate
+        crossing_s = nbytes / self._link(cluster).per_s
         wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, crossing_s + HANDOVER_S))
         whole = any(
             holder.worker != worker and holder.cluster == cluster and holder.source.complete
@@ -288,9 +324,11 @@ class WeightDirectory:
         )
         if whole:
             return True, wait_s
-        if nbytes and crossing_s <= HANDOVER_S:
-            return False, 0.0
         key = version, cluster
+        if nbytes and crossing_s <= HANDOVER_S and cluster not in self._doubted and key not in self._crossing:
+            if leads:
+                self._for_itself.setdefault(key, (worker, now))
+            return False, 0.0
         if leads:
             self._crossing.setdefault(key, (worker, now))
         return key in self._crossing and self._crossing[key][0] != worker, wait_s
@@ -298,7 +336,7 @@ class WeightDirectory:
     def _reason_across(
         self, version: int, worker: int, cluster: str, others_cross: bool, wait_s: float
     ) -> str:
-        rate = self.links.get(cluster, MeasuredRate(LINK_NBYTES_PER_S))
+        rate = self._link(cluster)
         crosses, _ = self._crossing.get((version, cluster), (-1, 0.0))
         if others_cross:
             who = f"worker {crosses} fetches it" if crosses >= 0 else "an engine has it"

@@ -23,6 +23,9 @@ from scavenger.errors import WeightsError
 
 _log = structlog.get_logger(__name__)
 FOLDER = Path("/dev/shm")
+#: A receiver that gets as many bytes a second is given the time that it needs, however large the version is; one that gets fewer is given
+#: up. A link of 10 Mbit/s carries them.
+LEAST_NBYTES_PER_S = 1e6
 #: Seconds of bytes that may be taken at once after a pause.
 BURST_S = 0.1
 #: More debt than this cannot be ours (s): the file's content is then ignored.

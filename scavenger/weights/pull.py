@@ -2,7 +2,8 @@
 
 Owns the threads and connections of one pull; `transfer` decides. One thread a connection: receiving, hashing and copying run outside the
 interpreter's lock, so they overlap. A chunk is received into the thread's own memory, hashed there, and only then copied into place.
-Every wait ends: a connection is closed when it is silent for `stall_s`, the pull at its deadline, with what is missing and why. A thread
+Every wait ends: a connection is closed when it is silent for `stall_s`, the pull at its deadline, with what is missing and why; what comes
+at `LEAST_NBYTES_PER_S` or faster puts the deadline off. A thread
 that cannot be woken (a read of a filesystem that is gone) is left behind; it changes nothing any more.
 Boundary: threads and connections of one pull; IO.
 """
@@ -35,7 +36,7 @@ from scavenger.weights.choice import DeltaOffer, Form, RateBook, Rates
 from scavenger.weights.delta_store import Chains
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.pace import NodePace
+from scavenger.weights.pace import LEAST_NBYTES_PER_S, NodePace
 from scavenger.weights.protocol import AvailableChunks, ChunkPart, NoSuch, OfferedDeltas, Reached, SourceReply
 from scavenger.weights.spool import SCHEME
 from scavenger.weights.transfer import ChunkOutcome, Transfer, TransferLimits
@@ -164,7 +165,10 @@ class Pull:
                 self._begin(self._waiting.popleft(), 1)
 
     async def finish(self, deadline_s: float) -> Buffer:
-        """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`)."""
+        """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`).
+
+        `deadline_s` is for what comes slower than `LEAST_NBYTES_PER_S`: each verified byte earns the time that it takes at that rate.
+        """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
@@ -172,14 +176,18 @@ class Pull:
 
         self._notify = notify
         threading.Thread(target=self._prepare, name="weights-memory", daemon=True).start()
+        before, earned_s = self.transfer.here_nbytes(), 0.0
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
+                until = loop.time() + deadline_s
                 while not self.transfer.complete() and any(stream.is_alive() for stream in self._streams):
                     await within(news, _POLL_S)
                     news.clear()
+                    earned_s = (self.transfer.here_nbytes() - before) / LEAST_NBYTES_PER_S
+                    limit.reschedule(until + earned_s)
         except TimeoutError as error:
             raise WeightsError(
-                f"version {self.manifest.version} not complete after {deadline_s:g} s: {self._summary()}"
+                f"version {self.manifest.version} not complete after {deadline_s + earned_s:.3g} s: {self._summary()}"
             ) from error
         finally:
             await self._end()

@@ -1,7 +1,8 @@
 """Serves the bytes of versions to receivers that know their tokens: for the publisher, and for engines that pass on what they hold.
 
 Owns the listening sockets and what it tells others of them. Knows nothing of tensors, engines or the daemon. Every receiver asks for
-chunks one by one, so it sets the pace; one that does not read holds up its own connection only, and loses it after `send_s`.
+chunks one by one, so it sets the pace; one that does not read, or reads a little now and then, holds up its own connection only, and loses
+it (`send_within`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import structlog
 from scavenger.errors import WeightsError, WireError
 from scavenger.protocol import messages
 from scavenger.weights import rdma
-from scavenger.weights.channel import machine, read_exactly, send_frame, set_timeouts
+from scavenger.weights.channel import machine, read_exactly, send_frame, send_within, set_timeouts
 from scavenger.weights.delta import MOST_LINKS
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
@@ -344,7 +345,7 @@ class WeightServer:
         for start in range(0, len(data), _PIECE if self._pace.bounded else len(data)):
             piece = data[start : start + _PIECE] if self._pace.bounded else data
             self._pace.take(len(piece), self._closed)
-            sock.sendall(piece)
+            send_within(sock, piece, SEND_S)
         self.stats.parts += 1
         self.stats.nbytes += len(data)
 

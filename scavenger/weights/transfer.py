@@ -121,6 +121,10 @@ class Transfer:
     def complete(self) -> bool:
         return not self.missing
 
+    def here_nbytes(self) -> int:
+        """Bytes of the chunks that are here; the last chunk counts as a whole one."""
+        return (len(self.here) - self.missing) * self.manifest.chunk_nbytes
+
     def add_holder(self, source: int, now: float) -> int:
         self.holders.append(ChunkHolder(source, heard_at=now))
         return len(self.holders) - 1

@@ -2,7 +2,8 @@
 
 Owns the table and its leases. Knows no socket. A version is *served*, then *leaving* (`retire`: its readers may go on, new ones are
 refused), then gone: when no reader's lease on it runs any more. Every request renews its reader's lease for `lease_s`, but none beyond
-`RETIRED_LEASES * lease_s` after the version was retired, and only the `MOST_RETIRED` that were retired last are leaving: no reader makes
+`RETIRED_LEASES * lease_s` after the version was retired, or the time that what the reader got since takes at `LEAST_NBYTES_PER_S`, each
+chunk counted once; and only the `MOST_RETIRED` that were retired last are leaving: no reader makes
 this process keep more. Memory may be written again only when the version is gone (`wait_gone`); a reader that is slower finds the
 version gone, or a wrong hash, and asks another holder.
 """
@@ -24,6 +25,7 @@ from scavenger.weights import choice, protocol
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+from scavenger.weights.pace import LEAST_NBYTES_PER_S
 from scavenger.weights.protocol import (
     TOKEN_NBYTES,
     AvailableChunks,
@@ -36,7 +38,7 @@ from scavenger.weights.protocol import (
 )
 
 #: How many leases after a version was retired its last readers are refused: two minutes with leases of 15 s, the time that an engine gives
-#: a pull. Who began before has had its time.
+#: a pull. Who began before has had its time, unless its chunks come fast enough to earn more.
 RETIRED_LEASES = 8
 #: Retired versions whose readers may go on. One more, and the one that was retired first is gone.
 MOST_RETIRED = 2
@@ -53,11 +55,18 @@ class StoredVersion:
     here: np.ndarray[Any, Any] | None
     retired_at: float | None = None  # by the store's clock; None: it is served to new readers too
     readers: dict[Hashable, float] = field(default_factory=dict)  # who -> until when its lease runs
+    #: Who -> which chunks it got since the version was retired.
+    got: dict[Hashable, np.ndarray[Any, Any]] = field(default_factory=dict)
     parts: tuple[int, ...] | None = (
         None  # the chunks that are here, now and later; None: all, or all that will come
     )
     coming: Callable[[], np.ndarray[Any, Any]] | None = None  # which chunks are on their way here
     since: float = 0.0  # when it was first served, by the store's clock
+
+    def earned_s(self, reader: Hashable) -> float:
+        """Seconds that what the reader got since the version was retired takes at `LEAST_NBYTES_PER_S`."""
+        got = self.got.get(reader)
+        return 0.0 if got is None else np.count_nonzero(got) * self.manifest.chunk_nbytes / LEAST_NBYTES_PER_S
 
     def ranges(self) -> list[tuple[int, int]]:
         """The byte ranges [start, stop) that have memory, or will have."""
@@ -226,6 +235,7 @@ class VersionStore:
         with self._changed:
             for held in self._versions.values():
                 held.readers.pop(reader, None)
+                held.got.pop(reader, None)
             self._sweep()
 
     def find(self, request: SourceRequest, reader: Hashable) -> StoredVersion | NoSuch:
@@ -242,7 +252,9 @@ class VersionStore:
             now = self._clock()
             until = now + self._lease_s
             if held.retired_at is not None:
-                until = min(until, held.retired_at + RETIRED_LEASES * self._lease_s)
+                until = min(
+                    until, held.retired_at + max(RETIRED_LEASES * self._lease_s, held.earned_s(reader))
+                )
             if until <= now or (held.retired_at is not None and reader not in held.readers):
                 self.stats.refused += 1
                 return NoSuch(
@@ -268,6 +280,7 @@ class VersionStore:
             return NoSuch(request.version, request.chunk, "the version has no such chunk"), None
         if held.here is not None and not held.here[request.chunk]:
             return NoSuch(request.version, request.chunk, "the chunk is not here yet", absent=True), None
+        self._note_got(held, reader, request.chunk)
         start, stop = held.manifest.chunk_range(request.chunk)
         encoded = (
             self.chains.find(request.parent, held.manifest.root, request.chunk, stop - start)
@@ -277,6 +290,14 @@ class VersionStore:
         if encoded is not None:
             return ChunkPart(request.version, request.chunk, len(encoded), delta=True), memoryview(encoded)
         return ChunkPart(request.version, request.chunk, stop - start), held.blob[start:stop]
+
+    def _note_got(self, held: StoredVersion, reader: Hashable, chunk: int) -> None:
+        if held.retired_at is None:
+            return
+        with self._changed:
+            if reader in held.readers:
+                chunks = len(held.manifest.chunk_hashes)
+                held.got.setdefault(reader, np.zeros(chunks, dtype=bool))[chunk] = True
 
     def _offer(self, request: SourceRequest, held: StoredVersion) -> OfferedDeltas | None:
         """What deltas there are for the receiver; its own rates are noted. None of a version that is still on its way here."""

@@ -23,6 +23,7 @@ explained AS (
                      WHEN 'stale_view' THEN 'the poll was too old to decide on'
                      WHEN 'no_run' THEN 'no run is open'
                      WHEN 'no_demand' THEN 'no run wants engines'
+                     WHEN 'not_encrypted' THEN 'runs without weights.encrypt: no engines beyond the link'
                      WHEN 'served' THEN 'every wanted engine runs'
                      WHEN 'partition_down' THEN 'the partition is down'
                      WHEN 'backoff' THEN 'backing off after failures'

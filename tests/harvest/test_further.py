@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 import threading
@@ -30,9 +31,16 @@ from scavenger.cluster.proxy import messages as proxy
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.daemon import clusters
 from scavenger.daemon.enrolment import Enrolment
-from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from scavenger.errors import (
+    AuthError,
+    ClusterError,
+    ClusterUnavailable,
+    ConfigError,
+    DaemonUnavailable,
+    SubmitUnknown,
+)
 from scavenger.harvest import limits
-from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.decide.actions import HarvestCode, Submit
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink
 from scavenger.harvest.further import link, plausible, process
 from scavenger.harvest.further import messages as wire
@@ -47,6 +55,17 @@ from tests.clusters import wait_for
 from tests.harvest.world import FAST, SLEEPS, World, layout, running, spec, until
 
 UID = "feedbeef"
+#: JSON, or none, that is not of the type that a file should have.
+WRONG_JSON = [
+    b"null",
+    b"[]",
+    b"{}",
+    b"",
+    b"\xff",
+    b'{"user": "\xff"}',
+    b'{"user":' * 100_000,
+    b'{"user": 1e999}',
+]
 ENGINE = Submit(1, "run", "scavenge", 1, "one is useful")
 
 
@@ -370,6 +389,7 @@ class Slow:
     def __init__(self, port: int, nbytes_per_s: float) -> None:
         self._to, self._rate, self.carried = port, nbytes_per_s, 0
         self._listener = socket.socket()
+        self._sockets = [self._listener]
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
@@ -380,7 +400,9 @@ class Slow:
         with contextlib.suppress(OSError):
             while True:
                 there, _ = self._listener.accept()
+                self._sockets.append(there)
                 here = socket.create_connection(("127.0.0.1", self._to))
+                self._sockets.append(here)
                 for ends in ((there, here, self._rate), (here, there, 0.0)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -394,7 +416,10 @@ class Slow:
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self._listener.close()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # a thread that waits at it is woken, and lets go of it
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 class Crowded(process.SiteRole):
@@ -492,6 +517,21 @@ def test_a_piece_that_is_missing_ends_the_answer_and_one_that_comes_twice_does_n
         assert piece(asked, 4, 8) == len(whole), "the rest need not be sent"
         with pytest.raises(SubmitUnknown, match="is missing"):
             bad.result(20)
+
+
+def test_an_answer_that_trickles_in_is_given_up_however_often_a_piece_comes(pool: ThreadPoolExecutor) -> None:
+    with linked() as ends, Scripted(ends) as there:
+        there.ready(1)
+        there.hears(wire.Noted)
+        slow = asks(pool, ends, 0.5)
+        asked, sent, began = there.hears(wire.Ask), 0, time.monotonic()
+        while not slow.done():
+            there.say(wire.AnswerPiece(asked.session, asked.number, sent, 1 << 20, b"x"))
+            assert there.hears(wire.Received)
+            sent += 1
+            assert time.monotonic() - began < 10.0, f"{sent} bytes came, and it is waited for"
+        with pytest.raises(SubmitUnknown, match="did not answer within"):
+            slow.result(20)
 
 
 class Late(Future[Any]):
@@ -757,6 +797,72 @@ def test_limits_that_are_long_are_remembered_over_a_restart(tmp_path: Path) -> N
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("text", WRONG_JSON)
+def test_what_is_remembered_of_a_cluster_and_is_not_what_was_written_is_a_fault_of_that_cluster(
+    tmp_path: Path, text: bytes
+) -> None:
+    own = site_of(tmp_path / "own")
+    folder = keys.cluster_dir(own.daemon.state_dir, "b")
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / clusters.LIMITS).write_bytes(text)
+
+    async def play() -> None:
+        made = clusters_of(own)
+        made.restore(cast(Any, SimpleNamespace(jobs=(), waits=(), quarantined=())))
+        [shown] = made.status(time.time())
+        assert shown.fault
+        made.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("text", WRONG_JSON)
+def test_a_copy_of_where_the_daemon_is_that_is_none_is_said_to_be_none(tmp_path: Path, text: bytes) -> None:
+    """A harvester looks again soon: it may be half copied."""
+    (tmp_path / "rendezvous.json").write_bytes(text)
+    with pytest.raises(DaemonUnavailable, match="is not a rendezvous file"):
+        keys.read_rendezvous(tmp_path)
+
+
+def test_limits_that_are_no_limits_are_read_once_and_those_that_change_all_the_time_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, read = clusters.config_of, []
+
+    def counted(own: DaemonConfig, name: str, reported: clusters.ReportedLimits) -> DaemonConfig:
+        read.append(reported.limits)
+        return real(own, name, reported)
+
+    monkeypatch.setattr(clusters, "config_of", counted)
+    many = json.dumps({"cluster": {}, "harvest": {"blackout": [{}] * 20_000}})
+
+    async def play() -> None:
+        made = clusters_of(site_of(tmp_path / "own"))
+        for text in ("null", *(["[]"] * 3), "null", many):
+            with pytest.raises(ConfigError, match="of cluster b cannot be read") as caught:
+                await made._take_limits("b", clusters.ReportedLimits("u", text))
+            assert len(caught.value.cause) < 2 * clusters.MOST_FAULT
+        assert read == ["null"], "the second before is not over"
+        made._read_at.clear()
+        for _ in range(3):
+            with pytest.raises(ConfigError):
+                await made._take_limits("b", clusters.ReportedLimits("u", many))
+        assert read == ["null", many]
+        made.close()
+
+    asyncio.run(play())
+
+
+def test_limits_that_are_too_long_for_the_link_are_said_where_they_are(tmp_path: Path) -> None:
+    spans = [
+        {"start": f"20{year}-01-01T08:00:00", "end": f"20{year}-01-01T09:00:00", "reason": "r" * 4000}
+        for year in range(35, 80)
+    ]
+    site = site_of(tmp_path / "b", blackout=spans)
+    with pytest.raises(ConfigError, match="the daemon takes 131072"):
+        process.limits_json(site)
+
+
 def test_the_link_has_a_port_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="port and clusters_port are both 7470"):
         DaemonSection(state_dir=tmp_path, port=7470, clusters_port=7470)
@@ -795,6 +901,17 @@ def test_a_link_whose_thread_died_ends_the_daemon(tmp_path: Path, monkeypatch: p
         made.close()
 
     asyncio.run(play())
+
+
+def clusters_of(own: DaemonConfig) -> clusters.FurtherClusters:
+    """Of a daemon that never runs. Called on an event loop."""
+    nothing = RouterLink(*cast(Any, [lambda *_: []] * 6))
+
+    async def commit(_records: Any) -> None:
+        raise AssertionError
+
+    writes = LedgerWrites(commit, lambda _records: None)
+    return clusters.FurtherClusters(own, keys.generate(), UID, writes, lambda _: nothing, time.time, dict)
 
 
 def remembered(sections: Any) -> clusters.ReportedLimits:
@@ -981,6 +1098,15 @@ def test_a_link_that_breaks_and_comes_back_loses_no_job_and_its_admin_has_the_la
         async def play() -> None:
             async with daemon_of(world, own, server, lambda: names, tmp_path / "public") as made:
                 there.start()
+                await until(
+                    "the decision says why a run that does not encrypt has no engine there",
+                    lambda: (
+                        (HarvestCode.NOT_ENCRYPTED, "b")
+                        in {(d.code, d.cluster) for d in world.of(rec.Decision)}
+                    ),
+                )
+                assert not world.of(rec.JobIntended)
+                world.want(5, encrypts=True)
                 await until(
                     "as many engines run as its limit", lambda: len(world.jobs(JobState.RUNNING)) == 2
                 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from scavenger.cluster.model import ClusterView, JobState
 from scavenger.harvest.decide.decide import (
+    NOT_ENCRYPTED,
     Cancel,
     CancelPending,
     DrainAllocated,
@@ -326,6 +327,19 @@ def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
         Cancel: jobs[2].intent_id,
     }
     assert "the run is over" in decision.reason
+
+
+def test_beyond_a_link_only_runs_that_encrypt_their_weights_have_engines_and_the_decision_says_so() -> None:
+    beyond = replace(LIMITS, beyond_link=True)
+    clear, sealed = demand(2), replace(demand(1, run_id=2), encrypts=True)
+    jobs = [mine(1), mine(2, waits=True)]
+    barred = decide(view(NOW), [clear], jobs, beyond, NOW)
+    assert {a.code for a in barred.actions} == {barred.code} == {HarvestCode.NOT_ENCRYPTED}
+    assert {type(a) for a in barred.actions} == {CancelPending, DrainAllocated}, "what is there leaves"
+    assert NOT_ENCRYPTED in barred.reason
+    both = decide(view(NOW), [clear, sealed], [], beyond, NOW)
+    assert [one.run for one in submits(both)] == ["run2"]
+    assert len(submits(decide(view(NOW), [clear, sealed], [], LIMITS, NOW))) == 3, "here all have"
 
 
 def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:

@@ -113,8 +113,8 @@ class World:
     def __post_init__(self) -> None:
         self.cluster = Reached(self.site, self.said)
 
-    def want(self, engines: int) -> None:
-        self.demand = [Demand(1, "run", engines, 1, f"{engines} are useful")]
+    def want(self, engines: int, *, encrypts: bool = False) -> None:
+        self.demand = [Demand(1, "run", engines, 1, f"{engines} are useful", encrypts=encrypts)]
 
     def config(self, template: str, **harvest: Any) -> DaemonConfig:
         path = self.state_dir.parent / "job.j2"

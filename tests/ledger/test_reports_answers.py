@@ -395,6 +395,10 @@ REASONS = [
         why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=limits_with(LIMITS, idle=AGES)),
         "not idle for long enough to outlast a start, or not worth one",
     ),
+    (
+        why_none([SIX], limits=limits_with(LIMITS, beyond_link=True)),
+        "runs without weights.encrypt: no engines beyond the link",
+    ),
 ]
 
 

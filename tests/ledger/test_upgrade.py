@@ -133,6 +133,71 @@ def test_a_ledger_from_before_the_first_release_is_refused_with_the_remedy(url: 
     assert revision_of(url) == revision
 
 
+#: What a snapshot of before the release had instead, in the newest revision's text; and what is then found.
+YESTERDAY = {
+    "a column": (
+        (
+            ('"time begun_at", "time? ended_at", "text worker"', '"time begun_at", "time? ended_at"'),
+            ("begun_at, ended_at, worker", "begun_at, ended_at"),
+        ),
+        "episodes has no column worker",
+    ),
+    "a table": (
+        (
+            ('    "token_differences": (', '    "differences_of_tokens": ('),
+            ('("token_differences", "sample_id")', '("differences_of_tokens", "sample_id")'),
+            ('        "token_differences",\n', '        "differences_of_tokens",\n'),
+        ),
+        "token_differences is missing",
+    ),
+    "a column too many": (
+        (('"text node reason", "time at until_at', '"text node reason rack", "time at until_at'),),
+        "node_quarantines has the column rack, which this release does not fill",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", YESTERDAY)
+def test_a_ledger_whose_revision_was_changed_after_it_made_it_is_refused_with_the_remedy(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    replaced, found = YESTERDAY[what]
+    remove_changes(url, tmp_path, monkeypatch, replaced)
+    altered = (
+        rf"but not as this release makes it: {found}(.|\n)*scavenger ledger export(.|\n)*start a new one"
+    )
+    with pytest.raises(LedgerRefused, match=altered):
+        store.upgrade(url)
+    with pytest.raises(LedgerRefused, match=altered), witness(url):
+        pass
+    assert [found in line for line in check(url)] == [True]
+
+
+def test_a_view_that_was_changed_with_its_revision_is_found_when_a_daemon_starts(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_changes(url, tmp_path, monkeypatch, (("begun_at, ended_at, worker", "begun_at, ended_at"),))
+    with pytest.raises(LedgerRefused, match="v_episodes has no column worker"):
+        store.upgrade(url)
+
+
+def remove_changes(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: tuple[tuple[str, str], ...]
+) -> None:
+    """Make the ledger by an older text of the newest revision."""
+    ours, theirs = store._migrations(), tmp_path / "yesterday"
+    shutil.copytree(ours, theirs, ignore=shutil.ignore_patterns("__pycache__"))
+    path = theirs / "versions" / f"{store.head()}.py"
+    text = path.read_text()
+    for now, then in replaced:
+        assert now in text, "the revision has another text by now: change this test with it"
+        text = text.replace(now, then)
+    path.write_text(text)
+    monkeypatch.setattr(store, "_migrations", lambda: theirs)
+    store.upgrade(url)
+    monkeypatch.setattr(store, "_migrations", lambda: ours)
+
+
 def test_the_command_says_from_where_to_where(
     sqlite_url: str, tmp_path: Path, next_release: Callable[[str], None]
 ) -> None:

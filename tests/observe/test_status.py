@@ -261,9 +261,25 @@ def test_a_write_that_is_cancelled_is_over_before_the_last_word(
 def test_without_a_daemon_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
         status.read(tmp_path)
-    status.path(tmp_path).write_text('{"at": 1}')
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"at": 1}', b"null", b"[]", b"", b"\xff", b'{"host": "\xff"}', b'{"x":' * 100_000]
+)
+def test_a_file_that_is_no_status_is_said_to_be_none_and_a_daemon_that_ends_replaces_it(
+    tmp_path: Path, text: bytes
+) -> None:
+    status.path(tmp_path).write_bytes(text)
     with pytest.raises(DaemonUnavailable, match="cannot be read"):
         status.read(tmp_path)
+    status.write_last(tmp_path, SEEN)
+    assert status.read(tmp_path) == SEEN
+
+
+@pytest.mark.parametrize("at", [1e18, -1e18, 1e300])
+def test_a_status_of_a_time_that_is_none_is_shown_all_the_same(at: float) -> None:
+    told = msgspec.structs.replace(SEEN, started_at=at, at=at)
+    assert "no time" in "\n".join(status.lines(told, 1.0, False))
 
 
 def play_daemon(tmp_path: Path, *, fenced: bool) -> tuple[Status, Status, Result, Result]:

@@ -32,7 +32,7 @@ def test_an_engine_that_dies_with_words_counts_against_its_samples_once() -> Non
 
 def test_nodes_of_one_name_on_two_clusters_are_two() -> None:
     """By the key of its job, not by its word: no node's name has a slash."""
-    bench = started(n=1, poison_after=3)
+    bench = started(n=1, poison_after=3, encrypt=True)
     for conn, cluster in ((21, ""), (22, "b")):
         assert len(bench.join(conn, node="n1", cluster=cluster)) == 1
         bench.say(conn, Goodbye("the engine died: CUDA error", False, failed=True))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from scavenger.protocol.messages import (
     BaseWeights,
     Denied,
+    Drain,
     Goodbye,
     Ok,
     PublishVersion,
@@ -16,7 +19,7 @@ from scavenger.protocol.messages import (
     Welcome,
 )
 from scavenger.router.core import worker_commands
-from scavenger.weights.directory import LEAST_WAIT_S, PEERS
+from scavenger.weights.directory import LEAST_WAIT_S, NOT_ENCRYPTED, PEERS
 from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 from tests.router.versions import asked, made
@@ -26,6 +29,10 @@ W3 = 13
 
 def engine(number: int, complete: bool = True) -> WeightSource:
     return WeightSource(f"tcp://engine{number}:1", "", b"t", complete=complete)
+
+
+def encrypted(number: int, complete: bool = True) -> WeightSource:
+    return WeightSource(f"tcp://engine{number}:1", f"key{number}", b"t", complete=complete)
 
 
 def holding(bench: Bench, conn: int, number: int, version: int = 1) -> None:
@@ -47,14 +54,14 @@ def test_a_joiner_is_sent_to_the_trainer_and_to_the_engines_that_hold_the_versio
 
 def test_one_engine_of_a_cluster_fetches_a_version_for_the_others_of_it() -> None:
     """Which cluster an engine is on its key says. Nothing but the bytes differs: no source is read by NIXL from there."""
-    bench = started(n=1)
+    bench = started(n=1, encrypt=True)
     bench.hello(W1, cluster="b")
     bench.hello(W2, cluster="b")
     bench.hello(W3)
     (crosses,), (waits,), (here,) = (asked(bench, conn) for conn in (W1, W2, W3))
     assert [source.last for source in (*crosses.sources, *here.sources)] == [False, False]
     assert [(source.last, source.after_s) for source in waits.sources] == [(True, LEAST_WAIT_S)]
-    bench.say(W1, Serving(1, root(1), engine(1, complete=False)))
+    bench.say(W1, Serving(1, root(1), encrypted(1, complete=False)))
     bench.tick(0.5)
     (more,) = asked(bench, W2)
     assert [(source.endpoint, source.last) for source in more.sources] == [
@@ -65,6 +72,33 @@ def test_one_engine_of_a_cluster_fetches_a_version_for_the_others_of_it() -> Non
     bench.tick(0.5)
     (more,) = asked(bench, W2)
     assert more.sources == (SOURCE,), "it crosses now"
+
+
+def test_no_engine_of_a_further_cluster_is_told_to_pull_in_the_clear_and_it_leaves_with_the_reason() -> None:
+    bench = started(n=1)
+    bench.hello(W1, cluster="b")
+    bench.hello(W2)
+    assert asked(bench, W1) == []
+    assert [NOT_ENCRYPTED in one.reason for one in bench.take(W1, Drain)] == [True]
+    assert [NOT_ENCRYPTED in one.reason for one in bench.events("hello_refused")] == [True]
+    assert len(asked(bench, W2)) == 1, "one of the daemon's own cluster is"
+
+
+def test_a_run_that_is_opened_again_without_encryption_loses_its_engines_beyond_the_link() -> None:
+    bench = started(n=1, encrypt=True)
+    bench.join(W1, cluster="b")
+    bench.join(W2)
+    assert [len(asked(bench, conn)) for conn in (W1, W2)] == [1, 1]
+    bench.open()
+    bench.publish(2)
+    bench.submit(version=2, step=2)
+    bench.tick(1.0)
+    assert asked(bench, W1) == [], "no order to pull goes there any more"
+    assert [NOT_ENCRYPTED in one.reason for one in bench.take(W1, Drain)] == [True]
+    assert len(asked(bench, W2)) == 1
+    (event,) = bench.events("pull_refused")
+    assert NOT_ENCRYPTED in event.reason
+    assert json.loads(event.detail) == {"code": "not_encrypted"}
 
 
 def test_what_an_engine_says_under_another_root_is_not_passed_on() -> None:

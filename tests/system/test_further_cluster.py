@@ -136,7 +136,11 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
     )
     with DemoSite(options) as site, further(site, tmp_path / "b", backend) as there:
         run = play.write_run(
-            site, small_model, run={"steps": 60, "max_engines": 3}, engine={"pace": 25.0, "max_batch": 4}
+            site,
+            small_model,
+            run={"steps": 60, "max_engines": 3},
+            engine={"pace": 25.0, "max_batch": 4},
+            weights={"encrypt": True},
         )
         job = play.submit(site, run)
         try:

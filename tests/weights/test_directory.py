@@ -185,6 +185,46 @@ def test_one_engine_of_a_cluster_crosses_for_the_others_and_they_wait_as_long_as
     assert across(directory, 6, "n6")["engine1"] == 0.0
 
 
+def crossed(directory: WeightDirectory, version: int, nbytes: int, seconds: float) -> bool:
+    """Two engines of cluster b ask for a version, and the first has it after so long. Whether the second waits for it."""
+    directory.choose(version, 1, "b/n1", PUBLISHER, cluster="b", nbytes=nbytes, now=0.0)
+    sources = directory.choose(version, 2, "b/n2", PUBLISHER, cluster="b", nbytes=nbytes, now=0.0).sources
+    directory.add_holder(version, 1, "b/n1", engine(1), "b", nbytes=nbytes, now=seconds)
+    directory.settled(1)
+    directory.settled(2)
+    return sources[0].last
+
+
+def test_a_link_that_was_slow_once_is_not_slow_for_ever_and_one_that_became_slow_is_known_at_once() -> None:
+    directory, nbytes = WeightDirectory(), 1 << 30
+    for version, (seconds, known_s) in enumerate(
+        [(1000.0, 1000.0), (10.0, 10.0), (12.0, 11.0), (90.0, 90.0)], 1
+    ):
+        assert crossed(directory, version, nbytes, seconds)
+        assert nbytes / directory.links["b"].per_s == pytest.approx(known_s, rel=0.01)
+
+
+def test_a_fast_link_over_which_engines_take_long_for_themselves_is_measured_again_by_one_that_crosses() -> (
+    None
+):
+    directory, few = WeightDirectory(), int(LINK_NBYTES_PER_S)
+    assert not crossed(directory, 1, few, 2.0), "each for itself: one second is sooner than a hand-over"
+    assert not crossed(directory, 2, few, 40.0), "the link has changed meanwhile"
+    assert crossed(directory, 3, few, 20.0)
+    assert directory.links["b"].per_s == pytest.approx(few / 20.0)
+    assert crossed(directory, 4, few, 1.0), "it is fast again"
+    assert not crossed(directory, 5, few, 1.0)
+
+
+def test_a_version_that_is_here_almost_at_once_makes_no_link_slower() -> None:
+    directory, few = WeightDirectory(), int(LINK_NBYTES_PER_S * 2 * HANDOVER_S)
+    assert crossed(directory, 1, few, 1.0)
+    before = directory.links["b"]
+    directory._doubted.add("b")
+    assert crossed(directory, 2, few // 100, 0.1)
+    assert directory.links["b"] == before
+
+
 def test_a_version_that_crosses_sooner_than_it_is_handed_over_crosses_for_each() -> None:
     directory = WeightDirectory()
     few = int(LINK_NBYTES_PER_S * HANDOVER_S * 0.9)

@@ -174,6 +174,33 @@ def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> No
         assert pool.take(manifest.total_nbytes) is buffer
 
 
+@pytest.mark.parametrize(
+    ("nbytes_per_s", "anew", "whole"), [(1.1e6, True, True), (0.5e6, True, False), (1.1e6, False, False)]
+)
+def test_a_reader_of_a_retired_version_has_all_of_it_if_it_reads_fast_enough(
+    nbytes_per_s: float, anew: bool, whole: bool
+) -> None:
+    """`anew`: each chunk is another one."""
+    now, lease_s = 0.0, 0.01
+    with WeightServer(local=False, keep=1, lease_s=lease_s) as source:
+        source._store._clock = lambda: now
+        manifest, blob = shared(1, ranks=1)
+        token = source.publish(manifest, blob).token
+
+        def read(chunk: int) -> bool:
+            request = protocol.decode_request(protocol.get(token, 1, chunk))
+            return source._store.reply(request, "reader")[1] is not None
+
+        assert read(0)
+        source.publish(*shared(2, ranks=1))
+        got = 0
+        while got < len(manifest.chunk_hashes) and read(got if anew else 0):
+            got, now = got + 1, now + CHUNK / nbytes_per_s
+        assert (got == len(manifest.chunk_hashes)) is whole
+        if not whole:
+            assert now == pytest.approx(RETIRED_LEASES * lease_s, abs=2 * CHUNK / nbytes_per_s)
+
+
 def test_readers_that_never_end_keep_no_more_than_two_retired_versions_and_none_for_long() -> None:
     now, lease_s = 0.0, 15.0
     with WeightServer(local=False, keep=2, lease_s=lease_s) as source:

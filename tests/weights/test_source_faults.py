@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from scavenger.errors import WeightsError
 from scavenger.protocol import keys, messages
-from scavenger.weights import protocol, source_zmq
+from scavenger.weights import channel, protocol, source_zmq
 from scavenger.weights import source as sources
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, NoSuch, decode_reply
@@ -67,6 +67,24 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
     finally:
         staller_zmq.close()
         context.term()
+
+
+def test_a_receiver_that_reads_slower_than_is_of_use_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sources, "SEND_S", 1.0)
+    monkeypatch.setattr(channel, "LEAST_NBYTES_PER_S", 1e12)  # what its kernel takes for it earns nothing
+    manifest, blob = version(1, nbytes=1 << 24, chunk_nbytes=1 << 24)
+    with WeightServer(local=False) as source:
+        address = source.publish(manifest, blob)
+        with connected(address) as reader:
+            channel.send_frame(reader, protocol.get(address.token, 1, 0))
+            got, pace = 0, threading.Event()
+            while not source.stats.dropped:
+                got += len(reader.recv(1 << 17))  # some MB/s: never still for `SEND_S`
+                assert got < len(blob), "it had its connection for as long as it liked"
+                pace.wait(0.02)
+        assert get(manifest, address) == blob
 
 
 def connected(address: messages.WeightSource) -> socket.socket:

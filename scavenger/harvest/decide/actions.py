@@ -29,6 +29,7 @@ class HarvestCode(StrEnum):
     STALE_VIEW = "stale_view"
     NO_RUN = "no_run"
     NO_DEMAND = "no_demand"  # runs are open and want no engine; of a job that drains: its run wants none
+    NOT_ENCRYPTED = "not_encrypted"  # its weights would cross the link to a further cluster in the clear
     SERVED = "served"  # every wanted engine runs
     OWN_PENDING = "own_pending"  # our own pending jobs are to take what is idle
     PARTITION_DOWN = "partition_down"
@@ -242,6 +243,9 @@ class HarvestLimits:
     owners: tuple[OwnerRule, ...] = ()  # of those who have one
     blackouts: tuple[BlackoutTime, ...] = ()  # that are not over, the first to begin first
     user: str = ""  # the Unix user whose jobs ours are
+    beyond_link: bool = (
+        False  # the cluster is a further one: only runs whose weights are encrypted have engines there
+    )
     stale_s: float = 60.0  # a view older than this decides nothing
     drain_notice_s: float = (
         30.0  # a job that was asked to leave and is still there after this is cancelled (again)

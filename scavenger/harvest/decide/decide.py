@@ -75,13 +75,17 @@ __all__ = [
 ]
 __all__ += ["allot", "decide"]
 
+NOT_ENCRYPTED = (
+    "weights.encrypt is off, and this cluster is beyond a link: weights do not cross it in the clear"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionFacts(StartFacts):
     """What one decision is made from: the arguments of `decide`, sorted, and what several clauses need of them.
 
     `jobs`: all of ours. `vacate`: nodes that runs need which may use no others. `closed`: why nothing may be harvested at all.
-    `division`: by value; None: by shares.
+    `division`: by value; None: by shares. `in_clear`: runs that want engines, and whose weights may not cross the link to this cluster.
     """
 
     demand: Sequence[Demand]
@@ -90,6 +94,7 @@ class DecisionFacts(StartFacts):
     vacate: frozenset[str]
     closed: tuple[HarvestCode, str] | None
     division: Division | None
+    in_clear: frozenset[int]
 
 
 def decide(
@@ -116,7 +121,7 @@ def decide(
         started, code, why = start_jobs(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
         actions += started
     if not facts.wanted and not facts.closed:
-        code = HarvestCode.NO_DEMAND if demand else HarvestCode.NO_RUN
+        code = _without_demand(facts)
     return HarvestDecision(
         tuple(actions),
         _summary(facts, actions, serving, why),
@@ -125,6 +130,13 @@ def decide(
         benefits.reasons() if benefits is not None else (),
         facts.division,
     )
+
+
+def _without_demand(facts: DecisionFacts) -> HarvestCode:
+    """Why no engine is wanted."""
+    if facts.in_clear:
+        return HarvestCode.NOT_ENCRYPTED
+    return HarvestCode.NO_DEMAND if facts.demand else HarvestCode.NO_RUN
 
 
 def _too_old(view: ClusterView, limits: HarvestLimits, now: float) -> str:
@@ -138,6 +150,7 @@ def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: HarvestLimits, now: float
 ) -> DecisionFacts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
+    in_clear = frozenset(d.run_id for d in demand if d.engines > 0 and not_encrypted(d, limits))
     demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = harvesting_closed(limits, now)
@@ -167,6 +180,7 @@ def _facts(
         vacate=allotment.vacate,
         closed=closed,
         division=division,
+        in_clear=in_clear,
     )
 
 
@@ -238,6 +252,8 @@ def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
             code, why = HarvestCode.BLACKOUT, near
         elif not fits:
             code, why = HarvestCode.PER_PARTITION, over_cap[job.intent_id]
+        elif want is None and job.run_id in facts.in_clear:
+            code, why = HarvestCode.NOT_ENCRYPTED, NOT_ENCRYPTED
         elif want is None:
             code, why = HarvestCode.NO_DEMAND, "its run has no demand"
         elif not same:
@@ -377,13 +393,19 @@ def allot(
 def placeable(demand: Sequence[Demand], view: ClusterView, limits: HarvestLimits) -> list[Demand]:
     """The demand, of which a run wants no engine that the partition's nodes cannot hold or that the site does not allow: others take no
     turn behind it."""
+    demand = [replace(d, engines=0, reason=why) if (why := not_encrypted(d, limits)) else d for d in demand]
     partition = view.partition(limits.partition)
     if partition is None:
-        return list(demand)
+        return demand
     gpus = [node.gpus for node in view.nodes if node.name in partition.nodes]
     return [
         replace(d, engines=0, reason=why) if (why := _unplaceable(d, gpus, limits)) else d for d in demand
     ]
+
+
+def not_encrypted(d: Demand, limits: HarvestLimits) -> str:
+    """Why this run has no engine on a further cluster; "" where it may have some."""
+    return NOT_ENCRYPTED if limits.beyond_link and not d.encrypts else ""
 
 
 def _unplaceable(d: Demand, gpus_of_nodes: Sequence[int], limits: HarvestLimits) -> str:

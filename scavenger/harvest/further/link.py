@@ -36,6 +36,7 @@ from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.further import messages as wire
 from scavenger.harvest.further import plausible
 from scavenger.host import descriptors, listening
+from scavenger.parsing import MALFORMED
 from scavenger.protocol.keys import KeyPair, Rendezvous
 from scavenger.router.edge.handshakes import HandshakeGuard, HandshakeLimits, limits_for
 
@@ -66,6 +67,11 @@ class _Pending:
     answer: Future[bytearray] = field(default_factory=Future)
     pieces: bytearray = field(default_factory=bytearray)  # of the answer, as far as they came
     progress_at: float = float("-inf")  # when the last of them came
+
+    def waited_until(self, began: float, timeout_s: float) -> float:
+        """Until when the asker waits, by what is here."""
+        earned_s = len(self.pieces) / wire.LEAST_ANSWER_BYTES_PER_S
+        return min(self.progress_at + timeout_s, began + timeout_s + earned_s)
 
 
 @dataclass(slots=True)
@@ -200,8 +206,8 @@ class ClusterLink:
         return self.ready(name)[1] <= self._silent_s
 
     def ask(self, name: str, request: wire.Request, timeout_s: float) -> bytearray:
-        """The answer to one request, compressed. Blocks, and for longer than `timeout_s` while pieces of it come. Raises `ClusterError` as
-        `port.Cluster` does."""
+        """The answer to one request, compressed. Blocks, and for longer than `timeout_s` while pieces of it come, no more than `timeout_s`
+        apart and no slower than `LEAST_ANSWER_BYTES_PER_S`. Raises `ClusterError` as `port.Cluster` does."""
         pending = _Pending(request)
         who = f"the harvester of cluster {name}"
         with self._lock:
@@ -215,11 +221,11 @@ class ClusterLink:
             peer.waiting.append(pending)
         self._wake()
         try:
-            left_s = timeout_s
+            left_s, began = timeout_s, self._clock()
             while left_s > 0:
                 with contextlib.suppress(TimeoutError):
                     return pending.answer.result(left_s)
-                left_s = pending.progress_at + timeout_s - self._clock()
+                left_s = pending.waited_until(began, timeout_s) - self._clock()
             sent = self._withdraw(peer, pending)
             if sent is None:
                 return pending.answer.result()
@@ -296,7 +302,7 @@ class ClusterLink:
                 message = wire.from_harvester.decode(body)
                 if isinstance(message, wire.Ready | wire.Busy) and len(body) > wire.MAX_READY_BYTES:
                     raise msgspec.ValidationError(f"{type(message).__name__} has {len(body)} bytes")
-            except wire.MALFORMED as error:
+            except MALFORMED as error:
                 if self._clock() - peer.logged >= LOG_S:
                     peer.logged = self._clock()
                     log.warning("garbage from a cluster's harvester", cluster=name, reason=str(error))
@@ -447,7 +453,7 @@ class LinkLine:
         compressed = self._link.ask(self._name, request, self._timeout_s)
         try:
             answer = wire.unpacked(compressed)
-        except wire.MALFORMED as error:
+        except MALFORMED as error:
             raise _unanswered(request, f"the reply of {who} is malformed: {error}") from error
         return client.reply_in(answer, request, kind, who, self.rpc)
 

@@ -40,8 +40,11 @@ MAX_ANSWER_BYTES = 128 << 20
 #: A piece crosses a link of 20 kB/s within `SILENT_S`; what is ahead keeps one of 10 MB/s and 100 ms busy.
 PIECE_BYTES = 64 << 10
 WINDOW_BYTES = 1 << 20
-#: Of a `Ready`: limits, and drained nodes.
+#: Of a `Ready`: limits, and drained nodes. The daemon's event loop reads limits, a tenth of a second for these.
 MAX_READY_BYTES = 1 << 20
+MAX_LIMITS_BYTES = 128 << 10
+#: An answer that comes slower than this is given up, however many pieces it has (bytes/s).
+LEAST_ANSWER_BYTES_PER_S = 16 << 10
 
 #: Each is a file at the daemon.
 MOST_DRAINED = 4096
@@ -101,7 +104,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     done: Number
     cluster: Annotated[str, msgspec.Meta(max_length=32)]
     user: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    limits: bytes
+    limits: Annotated[bytes, msgspec.Meta(max_length=MAX_LIMITS_BYTES)]
     stop: Text = ""
     process: Annotated[str, msgspec.Meta(max_length=300)] = ""  # its host and pid, for messages
     drained: Annotated[dict[NodeName, Text], msgspec.Meta(max_length=MOST_DRAINED)] = {}
@@ -153,9 +156,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-#: What decoders raise for bytes that are no message. `ValidationError` is a `DecodeError`; text need not be UTF-8, nor nesting bounded.
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
 FromHarvester = Ready | Busy | AnswerPiece | Leaving
 FromDaemon = Noted | Ask | Received | Refused
 from_harvester: msgspec.msgpack.Decoder[FromHarvester] = msgspec.msgpack.Decoder(FromHarvester)
@@ -173,7 +173,7 @@ def packed(answer: proxy.ProxyAnswer) -> bytes:
 
 
 def unpacked(compressed: bytes | bytearray) -> proxy.ProxyAnswer:
-    """Raises `MALFORMED` also for what unpacks to more than `MAX_ANSWER_BYTES`, of which no more than that is unpacked."""
+    """Raises `parsing.MALFORMED` also for what unpacks to more than `MAX_ANSWER_BYTES`, of which no more than that is unpacked."""
     unpacking = zlib.decompressobj()
     try:
         encoded = unpacking.decompress(compressed, MAX_ANSWER_BYTES + 1)

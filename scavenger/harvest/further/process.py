@@ -41,6 +41,7 @@ from scavenger.harvest.further import messages as wire
 from scavenger.harvest.limits import Stop, drain_path, drained_nodes, limits_of, read_stop, rules_of
 from scavenger.harvest.track.node_health import Health
 from scavenger.harvest.track.observed_jobs import intent_in
+from scavenger.parsing import MALFORMED
 from scavenger.protocol import keys
 
 log = structlog.get_logger()
@@ -51,9 +52,15 @@ LEAVING_MS = 1000
 
 
 def limits_json(config: DaemonConfig) -> bytes:
-    """The limits of this cluster as they are reported to the daemon. Pure."""
+    """The limits of this cluster as they are reported to the daemon. Raises `ConfigError` for more than it takes. Pure."""
     harvest = set(type(config.harvest).model_fields) - wire.HARVEST_KEYS_THERE
-    return config.model_dump_json(include={"cluster": set(wire.CLUSTER_KEYS), "harvest": harvest}).encode()
+    limits = config.model_dump_json(include={"cluster": set(wire.CLUSTER_KEYS), "harvest": harvest}).encode()
+    if len(limits) > wire.MAX_LIMITS_BYTES:
+        raise ConfigError(
+            f"[harvest] has {len(limits)} bytes, and the daemon takes {wire.MAX_LIMITS_BYTES}",
+            "shorten its lists: blackouts, schedule, limits by partition",
+        )
+    return limits
 
 
 def refusal(
@@ -120,6 +127,7 @@ class SiteRole:
                 "cluster.submit_socket is set: this process submits by itself",
                 "run it as the Unix user of the engines (User= of its unit), without submit_socket and engines_user",
             )
+        limits_json(config)
         self.config, self._cluster, self._reread = config, cluster, reread
         self._home = config.engines_home
         server.prepare(self._home)
@@ -141,6 +149,7 @@ class SiteRole:
             return
         try:
             fresh = self._reread()
+            limits_json(fresh)
         except ScavengerError as error:
             log.error("configuration not reloaded; the one in force stays", reason=error.cause)
             return
@@ -375,7 +384,7 @@ class HarvesterLoop:
     def _receive(self, body: bytes) -> None:
         try:
             message = wire.from_daemon.decode(body)
-        except wire.MALFORMED as error:
+        except MALFORMED as error:
             log.warning("a malformed message of the daemon", reason=str(error))
             return
         match message:

@@ -315,6 +315,7 @@ class Router:
                     policy_driver.benefit(run),
                     run.owner_key,
                     nodes_per_engine=run.settings.nodes_per_engine,
+                    encrypts=run.settings.encrypt,
                 )
             )
         return tuple(wanted)

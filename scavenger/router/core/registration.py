@@ -23,6 +23,7 @@ from scavenger.router.core.transitions import (
     WorkerStatus,
     WorkerStep,
 )
+from scavenger.weights.directory import not_across
 
 #: Reserved engines of one run that lost their slots and are refused should they still live.
 MAX_EVICTED = 1024
@@ -112,7 +113,14 @@ def _refuse(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, r
     # Refused, its job would fail: counted against its node. What is no fault of the node's is asked to leave instead.
     run = core.runs.get(hello.run)
     drained = hello.kind == "harvested" and (
-        hello.protocol != PROTOCOL or (run is not None and _fault_of_options(core, run) is not None)
+        hello.protocol != PROTOCOL
+        or (
+            run is not None
+            and (
+                _fault_of_options(core, run) is not None
+                or bool(not_across(identity.cluster, run.settings.encrypt))
+            )
+        )
     )
     core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
 
@@ -223,6 +231,8 @@ def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Reje
         return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
     if hello.kind == "harvested" and (found := _fault_of_options(core, run)) is not None:
         return Rejected(*found)
+    if refusal := not_across(identity.cluster, run.settings.encrypt):
+        return Rejected(refusal, "set weights.encrypt = true in the run's TOML")
     if hello.kind == "reserved" and hello.session in run.reserved.evicted:
         return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
     if (held := guests.fault(run, identity, hello)) is not None:

@@ -257,6 +257,9 @@ def _open(
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
+    for worker in run.workers.values():
+        if worker.conn is not None:
+            worker_commands.may_pull(core, worker)
     run.progress.resumed_after, run.stopped, run.ended = body.resume_step, "", False
     run.trainer = TrainerLink(opening=(conn, call.id, body), seen_at=core.now, job_id=body.job_id)
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.

@@ -27,7 +27,7 @@ from scavenger.router.core import refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
-from scavenger.weights.directory import refused
+from scavenger.weights.directory import not_across, refused
 
 MAX_LOAD_FAILURES = 5
 RETRY_LOAD_S = 1.0
@@ -224,6 +224,8 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     """
     if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY):
         return
+    if not may_pull(core, worker):
+        return
     if worker.leases:
         if worker.engine.lease_limit != 0:
             _pull_ahead(core, worker)
@@ -254,6 +256,15 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     worker.weights.ahead = -1  # an order to load ends it
     worker.run.due.changed_workers.append(worker)
     _send_to_holders(core, worker, version)
+
+
+def may_pull(core: Core, worker: Worker) -> bool:
+    """Whether it may be told to pull its run's weights. One that may not is asked to leave: each order goes by here."""
+    refusal = not_across(worker.process.cluster, worker.run.settings.encrypt)
+    if refusal and worker.status is not WorkerStatus.DRAINING:
+        core.connection_event(worker, "pull_refused", f"worker {worker.id}", refusal, code="not_encrypted")
+        drain(core, worker, refusal)
+    return not refusal
 
 
 def _pull_ahead(core: Core, worker: Worker) -> None:
@@ -341,6 +352,7 @@ def more_holders(core: Core, worker: Worker) -> None:
         or run.weights.directory.is_holder(version.version, worker.id)
         or worker.conn is None
         or worker.engine.lease_limit == 0
+        or not may_pull(core, worker)
     ):
         return
     if (
