@@ -25,11 +25,13 @@ from scavenger.web.panels import (
     Text,
     ask,
     clean,
+    cut_note,
     decision_link,
     episode_link,
     group_link,
     metrics_of,
     moment,
+    notes,
     row_of,
     run_link,
     sample_link,
@@ -138,7 +140,11 @@ def overview(connection: sa.Connection) -> Page:
             Panel(
                 clean(run["name"], 60),
                 f"{asked}\n\n{left}",
-                f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs; a red line is an engine that left",
+                notes(
+                    f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs",
+                    "a red line is an engine that left",
+                    cut_note(steps),
+                ),
                 charts=two if steps else (),
                 empty="" if steps else "no step is committed yet",
             )
@@ -188,7 +194,10 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
             Panel(
                 "Metrics",
                 "\n\n".join(asked[1::2]),
-                "smoothed, by step; the address names the runs: /compare?runs=1,2",
+                notes(
+                    "smoothed, by step; the address names the runs: /compare?runs=1,2",
+                    *(f"run {row['run_id']}: {said}" for row, steps in found if (said := cut_note(steps))),
+                ),
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
@@ -225,7 +234,9 @@ def run(connection: sa.Connection, run_id: int) -> Page:
             Panel(
                 "Metrics",
                 f"{sql}\n\n{left}",
-                "thin: as measured; thick: smoothed; a red line is an engine that left",
+                notes(
+                    "thin: as measured; thick: smoothed; a red line is an engine that left", cut_note(steps)
+                ),
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
@@ -264,7 +275,9 @@ def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: floa
         sql,
         _with_numbers(found, names[:6]),
         {"step": lambda row: f"/runs/{run_id}/evals/{row['step']}"},
-        note="each after the step of its number; choose one to see its samples" if found else "",
+        note=notes("each after the step of its number; choose one to see its samples", cut_note(found))
+        if found
+        else "",
     )
     # The first one may come before the first step, and the last one after the last.
     times = [begin, end, *(row["committed_at"] for row in found)]
@@ -517,7 +530,8 @@ def _text_of(connection: sa.Connection, contents: Contents | None, found: Row) -
 
 def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
     """How far trainer and engine differed: over this sample's tokens, and over those of the step that learned from it."""
-    sql, own = filled(questions.LEARNED, sample_id=sample_id), filled(questions.APART, sample_id=sample_id)
+    sql = filled(questions.LEARNED, sample_id=sample_id)
+    own = filled(questions.APART, sample_id=sample_id, most=questions.MOST_RUNS)
     found, apart = ask(connection, sql), ask(connection, own)
     metrics = metrics_of(found[0]) if found else {}
     rows = [
@@ -541,9 +555,12 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
         "How far trainer and engine differed",
         f"{own}\n\n{sql}",
         rows,
-        note=""
-        if apart
-        else "Of each token it is not known here: the ledger keeps it of the share of groups that monitor.token_differences names.",
+        note=notes(
+            ""
+            if apart
+            else "Of each token it is not known here: the ledger keeps it of the share of groups that monitor.token_differences names.",
+            cut_note(found),
+        ),
     )
     return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
 

@@ -23,9 +23,20 @@ RUN = """-- One run.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, tokenizer, created_at, ended_at
 FROM v_runs WHERE run_id = {run_id}"""
 
-STEPS = """-- The newest train steps of a run that no later attempt went back before.
-SELECT step, attempt, version, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics, committed_at
-FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
+#: Characters of metrics that are read: of one row, and of a run's rows together. A run that keeps to both is drawn whole.
+MOST_METRICS, MOST_RUN_METRICS = 65_536, 8_000_000
+
+#: `cut`: 1 where a step's metrics are not read. Sizes are asked first: a database sorts no text that is not shown.
+STEPS = """-- The newest train steps of a run that no later attempt went back before; of their metrics 64 Ki characters each, 8 M together.
+WITH newest AS (
+  SELECT id, length(metrics) AS size FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL
+  ORDER BY id DESC LIMIT {most}
+), counted AS (
+  SELECT id, sum(size) OVER (ORDER BY id DESC) AS so_far FROM newest WHERE size <= 65536
+)
+SELECT s.step, s.attempt, s.version, CASE WHEN c.so_far <= 8000000 THEN substr(s.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN c.so_far <= 8000000 THEN 0 ELSE 1 END AS cut, s.committed_at
+FROM newest n JOIN v_steps s ON s.id = n.id LEFT JOIN counted c ON c.id = n.id ORDER BY s.id DESC"""
 
 MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended their allocation, and what became of their tokens.
 SELECT w.left_at, w.node, w.job_id, w.kind, w.reason, COALESCE(h.reason, '') AS allocation_ended,
@@ -34,8 +45,9 @@ FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND 
 WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
-SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <= 65536 THEN s.metrics ELSE '{{}}' END AS metrics,
-       a.started_at AS attempt_started_at, s.committed_at
+SELECT s.step, s.attempt, s.version, s.rewound_by,
+       CASE WHEN length(s.metrics) <= 65536 THEN substr(s.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN length(s.metrics) <= 65536 THEN 0 ELSE 1 END AS cut, a.started_at AS attempt_started_at, s.committed_at
 FROM v_steps s LEFT JOIN v_attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
 WHERE s.run_id = {run_id} AND s.purpose = 'train' AND s.step = {step} ORDER BY s.id DESC LIMIT {most}"""
 
@@ -123,7 +135,8 @@ ENDS = """-- What became of one sample: each end and reopening.
 SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
 
 LEARNED = """-- The metrics of the step that learned from one sample.
-SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN t.metrics ELSE '{{}}' END AS metrics
+SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN substr(t.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN length(t.metrics) <= 65536 THEN 0 ELSE 1 END AS cut
 FROM v_samples s JOIN v_steps t ON t.run_id = s.run_id AND t.purpose = 'train' AND t.step = s.ended_step AND t.attempt = s.ended_attempt
 WHERE s.sample_id = {sample_id} AND s.state = 'consumed' LIMIT 1"""
 
@@ -186,7 +199,7 @@ DIFFERENCES = """-- The trainer's logprob less the engine's of each token of som
 SELECT sample_id, step, attempt, n_tokens, mean, differences FROM token_differences WHERE sample_id IN ({samples}) ORDER BY id"""
 
 APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of each step that trained it.
-SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id"""
+SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id DESC LIMIT {most}"""
 
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""

@@ -24,9 +24,10 @@ from starlette.testclient import TestClient
 from scavenger.errors import AuthError, ConfigError, LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
+from scavenger.ledger.read.reader import reading
 from scavenger.web import app as web
-from scavenger.web import charts, pages, texts
-from scavenger.web.panels import Page
+from scavenger.web import charts, pages, questions, texts
+from scavenger.web.panels import Page, ask
 from tests.ledger.examples import T0
 from tests.top import sites
 from tests.web.sites import ledger
@@ -635,6 +636,40 @@ def test_a_metric_hides_no_column_and_many_metrics_cost_little(tmp_path: Path) -
     assert 'href="/runs/1/steps/50"' in said
     assert "/steps/77" not in said
     assert len(said) < 400_000
+
+
+def test_metrics_of_a_run_however_many_are_read_as_far_as_a_page_draws_them_and_it_says_so(
+    tmp_path: Path,
+) -> None:
+    """As an older release's ledger may have them: 13 MB of one run, and a step with more than is read of one."""
+    wide = {"reward": 0.25, **{f"{'m' * 40}{i}": 1.0 for i in range(1_250)}}
+    most = max(len(json.dumps(wide)), 60_000)
+    steps: list[r.Record] = [
+        r.StepCommitted(1, 50 + i, purpose, 1, 1, json.dumps(wide), T0 + 50 + i)
+        for i in range(200)
+        for purpose in ("train", "eval")
+    ]
+    steps.append(r.StepCommitted(1, 400, "train", 1, 1, json.dumps(wide | {"m" * 70_000: 1.0}), T0 + 400))
+    url = ledger(tmp_path, more=[steps])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            for sql, there in ((questions.STEPS, 202), (questions.EVALUATIONS, 201)):
+                found = ask(connection, questions.filled(sql, run_id=1, most=questions.MOST_STEPS))
+                said = [len(row["metrics"]) for row in found]
+                assert len(said) == there
+                assert questions.MOST_RUN_METRICS - most < sum(said) < questions.MOST_RUN_METRICS + 500
+                assert [row["cut"] for row in found] == [int(n <= 2) for n in said], "the newest are read"
+    finally:
+        engine.dispose()
+    client = TestClient(web.make_app(url, TOKEN), headers=BEARER)
+    cut = len([n for n in said if n <= 2])
+    for path, times in (("/", 1), ("/runs/1", 2), ("/compare?runs=1", 1)):
+        shown = client.get(path).text
+        assert len(re.findall(r"metrics of \d+ of 20[12] steps are left out", shown)) == times, path
+    assert f"metrics of {cut} of 201 steps" in client.get("/runs/1").text
+    assert "metrics of 1 of 1 step are left out" in client.get("/runs/1/steps/400").text
+    assert "left out" not in client.get("/runs/1/steps/249").text
 
 
 def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> None:
