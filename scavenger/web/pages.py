@@ -6,7 +6,6 @@ Boundary: no HTTP; tests read pages without a server.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.contents import prompts as contents_of_prompts
 from scavenger.ledger.read.contents import recorded
+from scavenger.printable import indented
 from scavenger.protocol.messages import unpack_differences, unpack_logprobs, unpack_tokens
 from scavenger.web import charts, questions, texts
 from scavenger.web.panels import (
@@ -334,16 +334,16 @@ class Contents:
         self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, *, added: bool = False
     ) -> list[Read]:
         """A text for each sample, the marks of its first tokens with it. `added`: of a turn's prompt what it adds to the turn before."""
-        found = recorded(connection, sample_ids)
+        found = recorded(connection, sample_ids, _MOST_TEXT)
         known = {one: row for one, row in found.items() if not row.why}
         groups = list(dict.fromkeys(row.group_id for row in known.values()))
         why = ""
         try:
-            prompts = contents_of_prompts(connection, groups, added=added)
+            prompts = contents_of_prompts(connection, groups, _MOST_TEXT, added=added)
         except LedgerError as error:
             prompts, why = {}, f"({error.cause})"
-        ids = [unpack_tokens(prompts.get(one, b"")[: 4 * _MOST_TEXT]) for one in groups]
-        ids += [unpack_tokens(row.tokens[: 4 * _MOST_TEXT]) for row in known.values()]
+        ids = [unpack_tokens(prompts.get(one, b"")) for one in groups]
+        ids += [unpack_tokens(row.tokens) for row in known.values()]
         most = min(_MOST_HEAT, _MOST_MARKS // max(1, len(known)))
         marked = {
             len(groups) + i: (
@@ -395,7 +395,7 @@ def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int
     sql = filled_list(questions.CHUNKS, "samples", sample_ids)
     packed: dict[int, bytes] = dict.fromkeys(sample_ids, b"")
     for sample_id, some in connection.exec_driver_sql(sql):
-        packed[sample_id] += bytes(some)[: 4 * _MOST_TEXT - len(packed[sample_id])]
+        packed[sample_id] = (packed[sample_id] + bytes(some))[: 4 * _MOST_TEXT]
     out: dict[int, list[int]] = {}
     for sample_id, some in packed.items():
         if most <= 0:
@@ -720,15 +720,19 @@ def decision(connection: sa.Connection, number: int) -> Page:
     """One decision with its inputs. Raises `LedgerError` where there is none."""
     sql = filled(questions.DECISION, id=number)
     found = row_of(connection, sql, f"decision {number}")
-    try:
-        inputs = json.dumps(json.loads(found["inputs"]), indent=2, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        inputs = str(found["inputs"])
+    inputs = indented(str(found["inputs"]), _MOST_INPUTS)
+    length = found["inputs_length"]
+    cut = max(len(inputs), length) > _MOST_INPUTS
     return Page(
         f"Decision {number}",
         (
-            table_of("Decision", sql, [found], omit=("inputs",)),
-            Panel("Inputs", sql, texts=(Text("", "", "", clean(inputs, _MOST_INPUTS)),)),
+            table_of("Decision", sql, [found], omit=("inputs", "inputs_length")),
+            Panel(
+                "Inputs",
+                sql,
+                f"their beginning: {length:,} characters are recorded" if cut else "",
+                texts=(Text("", "", "", clean(inputs, _MOST_INPUTS)),),
+            ),
         ),
         (("Decisions", "/decisions"),),
     )

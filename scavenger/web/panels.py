@@ -156,8 +156,8 @@ def cut_note(found: Sequence[Row]) -> str:
     cut = sum(bool(row["cut"]) for row in found)
     each, together = questions.MOST_METRICS >> 10, questions.MOST_RUN_METRICS // 1_000_000
     return (
-        f"metrics of {cut:,} of {amount(len(found), 'step')} are left out: read are {each} Ki characters of a step, and {together} M of a run, "
-        "the newest first"
+        f"metrics of {cut:,} of {amount(len(found), 'step')} are left out: read are {each} Ki characters of a step, and {together} M of a "
+        "run, the newest first"
         if cut
         else ""
     )

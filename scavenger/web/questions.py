@@ -188,8 +188,9 @@ EVALUATION_GROUPS = GROUPS.replace("of a train step, or turns of it", "of an eva
 )
 
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
-CHUNKS = """-- The tokens of some samples, packed int32.
-SELECT sample_id, tokens FROM chunks WHERE sample_id IN ({samples}) ORDER BY sample_id, start_len"""
+CHUNKS = """-- The first 6,000 tokens of some samples, packed int32.
+SELECT sample_id, substr(tokens, 1, CAST(4 * (6000 - start_len) AS integer)) AS tokens
+FROM chunks WHERE sample_id IN ({samples}) AND start_len < 6000 ORDER BY sample_id, start_len"""
 
 MARKED = """-- The tokens of some samples, packed int32, with the engine's logprobs, packed float32.
 SELECT sample_id, start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHERE sample_id IN ({samples})
@@ -241,10 +242,13 @@ FROM ended e JOIN v_days d ON d.day = e.day
 GROUP BY d.day_utc ORDER BY d.day_utc DESC"""
 
 DECISIONS = """-- Decisions before one, newest first.
-SELECT id, at, policy, action, subject, code, cluster, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
+SELECT id, at, policy, action, substr(subject, 1, 400) AS subject, code, cluster, substr(reason, 1, 400) AS reason
+FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
 
-DECISION = """-- One decision with what it was decided from.
-SELECT id, at, policy, action, subject, code, cluster, reason, inputs FROM v_decisions WHERE id = {id}"""
+DECISION = """-- One decision with what it was decided from, of that at most 256 Ki characters.
+SELECT id, at, policy, action, substr(subject, 1, 400) AS subject, code, cluster, substr(reason, 1, 400) AS reason,
+       length(inputs) AS inputs_length, substr(inputs, 1, 262144) AS inputs
+FROM v_decisions WHERE id = {id}"""
 
 PULSE = """-- Changes with every transaction of the ledger's writer.
 SELECT COALESCE(max(generation), 0) AS generation, COALESCE(sum(batch), 0) AS batches FROM v_generations"""

@@ -9,6 +9,7 @@ import re
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import MutableMapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -689,6 +690,39 @@ def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> No
         assert (reply.status_code, "\x1b" in reply.text) == (200, False), path
         assert len(reply.text) < 400_000, path
         assert ("&lt;b&gt;" in reply.text) is (path != "/runs/1/steps/50"), path
+
+
+def test_inputs_of_a_decision_however_large_are_read_as_far_as_they_are_shown(tmp_path: Path) -> None:
+    """What is deep and wide takes a thousand times its own characters with one value a line."""
+    deep = "[" * 900 + ",".join(["1"] * 50_000) + "]" * 900
+    more: list[r.Record] = [
+        r.Decision("p", "none", "s", "r", inputs, T0 + 60, "code")
+        for inputs in (json.dumps({"x": "y" * 20_000_000}), deep, '{"small": [1]}', "no JSON")
+    ]
+    url = ledger(tmp_path, more=[more])
+    client = TestClient(web.make_app(url, TOKEN), headers=BEARER)
+    with reading(store.open_readonly(url)) as connection:
+        big, wide, small, none = (
+            row["id"] for row in ask(connection, "SELECT id FROM v_decisions WHERE policy = 'p'")
+        )
+        tracemalloc.start()
+        try:
+            shown = {number: pages.decision(connection, number) for number in (big, wide, small, none)}
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
+    notes = {number: page.panels[1].note for number, page in shown.items()}
+    assert notes[big] == "their beginning: 20,000,009 characters are recorded"
+    assert notes[wide].startswith("their beginning: 101,799 ")
+    assert not notes[small]
+    assert not notes[none]
+    for number in shown:
+        said = client.get(f"/decisions/{number}").text
+        assert len(said) < 400_000
+        assert notes[number] in said
+    assert "&#34;small&#34;: [\n    1\n  ]" in client.get(f"/decisions/{small}").text
+    assert "no JSON" in client.get(f"/decisions/{none}").text
 
 
 def test_a_reward_at_the_end_of_what_a_double_holds_is_no_bin(tmp_path: Path) -> None:
