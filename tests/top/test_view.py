@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from scavenger.web import texts
 from tests.ledger.examples import T0, chunk
 from tests.top.sites import EVIL, hostile, records, site, status_of
 from tests.web.sites import tokenizer
-from tests.web.test_contents import quick_bomb
+from tests.web.test_contents import panic
 
 NOW = T0 + 30
 
@@ -408,16 +409,30 @@ def test_a_row_however_large_costs_a_refresh_and_a_detail_a_bounded_memory(tmp_p
 @pytest.mark.parametrize("evil", [True, False])
 def test_a_sample_s_text_is_made_elsewhere_and_cut(tmp_path: Path, evil: bool) -> None:
     """The tokenizer is its run's: it ends the process that reads it, and this one stays."""
-    path = tokenizer(tmp_path)
+    path = tokenizer(tmp_path, 120_000)
     if evil:
-        quick_bomb(path)
+        panic(path)
     n = 40_000
     own: list[r.Record] = [
         msgspec.structs.replace(one, tokenizer=str(path)) if isinstance(one, r.RunCreated) else one
         for one in records()[0]
     ]
     long: list[r.Record] = [
-        r.GroupCreated(70, 1, "train", 3, 0, 0, 1, bytes(4 * n), 2, 71, '{"max_tokens": 64}', "{}", T0),
+        r.GroupCreated(
+            70,
+            1,
+            "train",
+            3,
+            0,
+            0,
+            1,
+            array("i", [11_000] * n).tobytes(),
+            2,
+            71,
+            '{"max_tokens": 64}',
+            "{}",
+            T0,
+        ),
         r.LeaseGranted(71, 1, 2, 1, 0, T0),
         chunk(71, 1, 0, n, 2),
     ]
@@ -428,5 +443,5 @@ def test_a_sample_s_text_is_made_elsewhere_and_cut(tmp_path: Path, evil: bool) -
         assert "cannot be used" in said[at + 1]
         assert "ids [" in said[at + 1]
     else:
-        assert said[at + 1].startswith("<w7")
+        assert said[at + 1].startswith("<w71000> <w71001>")
         assert "has all of the completion" in said[-1]
