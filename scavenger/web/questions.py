@@ -187,6 +187,16 @@ EVALUATION_GROUPS = GROUPS.replace("of a train step, or turns of it", "of an eva
     "IN ('train', 'turn')", "= 'eval'"
 )
 
+KEPT = """-- Groups, samples that moved and samples that did not, of a run's committed steps and evaluations; and its episodes with a turn.
+SELECT count(DISTINCT CASE WHEN t.episode_id IS NULL THEN g.group_id END) AS groups,
+       COALESCE(sum(CASE WHEN s.moves > 0 THEN 1 ELSE 0 END), 0) AS moved,
+       COALESCE(sum(CASE WHEN s.moves > 0 THEN 0 ELSE 1 END), 0) AS unmoved,
+       (SELECT count(DISTINCT u.episode_id) FROM v_turns u WHERE u.run_id = {run_id}) AS episodes
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
+WHERE g.run_id = {run_id} AND EXISTS (
+  SELECT 1 FROM v_steps e WHERE e.run_id = g.run_id AND e.step = g.step AND e.rewound_by IS NULL
+    AND e.purpose = CASE WHEN g.purpose = 'eval' THEN 'eval' ELSE 'train' END)"""
+
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
 CHUNKS = """-- The first 6,000 tokens of some samples, packed int32.
 SELECT sample_id, substr(tokens, 1, CAST(4 * (6000 - start_len) AS integer)) AS tokens

@@ -392,6 +392,40 @@ def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
     assert "/runs/1/steps/1" in some
 
 
+@pytest.mark.parametrize("every_sample", [False, True])
+def test_the_file_says_of_each_kind_of_page_how_many_are_missing_whenever_its_room_ends(
+    tmp_path: Path, every_sample: bool
+) -> None:
+    """A count of what it came to would be too small where it did not come far: an agent's run said nothing of its episodes."""
+    url = ledger(tmp_path)
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+
+            def ask_for(build: Callable[[sa.Connection], T]) -> T:
+                return build(connection)
+
+            none, whole = (
+                export.collected(ask_for, pages.Contents(), "sorting", most, every_sample=every_sample)
+                for most in (0, export.MOST_CHARS)
+            )
+    finally:
+        engine.dispose()
+    kinds = ("/groups/", "/episodes/", "/decisions/")
+    there = [sum(path.startswith(kind) for path in whole.pages) for kind in kinds]
+    assert min(there) > 0
+    assert [missing for _, missing, _ in whole.missing] == [0] * len(whole.missing)
+    assert "no page of" not in export.left_out(whole)
+    said = export.left_out(none)
+    groups, episodes, decisions = there
+    assert (
+        f"{groups} of {groups} groups, {episodes} of {episodes} episodes, 1 of 1 samples that moved" in said
+    )
+    assert f"{decisions} of {decisions} decisions that are listed, 2 of 2 filters of steps and eval" in said
+    assert ("3 of 3 samples that never moved" in said) is every_sample
+    assert none.not_moved == whole.not_moved == (0 if every_sample else 3)
+
+
 def test_hostile_text_is_text_in_the_file_too(tmp_path: Path) -> None:
     url = ledger(tmp_path, evil=True)
     shown = export.write(url, tops.EVIL_STORED, tmp_path / "x.html")
