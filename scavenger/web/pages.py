@@ -540,7 +540,7 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
             "nats": row["mean"],
             "of": f"this sample's {row['n_tokens']:,} tokens, step {row['step']}",
         }
-        for row in apart
+        for row in reversed(apart)
     ]
     rows += [
         {"metric": name, "nats": metrics[name], "of": f"step {found[0]['step']}'s tokens: {of}"}

@@ -209,7 +209,7 @@ ORDER BY sample_id, start_len"""
 DIFFERENCES = """-- The trainer's logprob less the engine's of each token of some samples, packed float16; of each step that trained them.
 SELECT sample_id, step, attempt, n_tokens, mean, differences FROM token_differences WHERE sample_id IN ({samples}) ORDER BY id"""
 
-APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of each step that trained it.
+APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of the steps that trained it last.
 SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id DESC LIMIT {most}"""
 
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.

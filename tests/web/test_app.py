@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import threading
 import time
 import tracemalloc
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,77 @@ def test_a_ledger_that_is_away_is_said_and_returns(tmp_path: Path) -> None:
     assert reply.status_code == 503
     assert "there is no ledger at" in reply.text
     (tmp_path / "away").rename(file)
+    assert client.get("/").status_code == 200
+
+
+def _sql(file: Path, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as own:
+        own.execute(statement)
+        own.commit()
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda file: file.write_bytes(b"x" * 100_000),
+        lambda file: file.write_bytes(b""),
+        _truncate,
+        _folder,
+        _pipe,
+        lambda file: _sql(file, "INSERT INTO alembic_version VALUES ('0001')"),
+        lambda file: _sql(file, "UPDATE alembic_version SET version_num = '9999'"),
+    ],
+    ids=["garbage", "empty", "half", "folder", "pipe", "two revisions", "a later release's"],
+)
+def test_a_ledger_that_is_replaced_beneath_the_server_is_said_and_ends_nothing(
+    tmp_path: Path, replace: Callable[[Path], object]
+) -> None:
+    url = ledger(tmp_path)
+    app = web.make_app(url, TOKEN, interval_s=0.0)
+    client = TestClient(app, headers=BEARER)
+    assert client.get("/").status_code == 200
+    file = tmp_path / "state" / "ledger.sqlite3"
+    whole = file.read_bytes()
+    replace(file)
+    reply = client.get("/")
+    assert reply.status_code == 503
+    assert "Not shown" in reply.text
+    assert app.state.site.pulse() is None
+    file.rmdir() if file.is_dir() else file.unlink()
+    for rest in file.parent.glob("ledger.sqlite3-*"):
+        rest.unlink()
+    file.write_bytes(whole)
+    assert client.get("/").status_code == 200
+    assert app.state.site.pulse() is not None
+
+
+def test_a_ledger_that_is_locked_is_said_and_read_again(tmp_path: Path) -> None:
+    app = web.make_app(ledger(tmp_path), TOKEN, interval_s=0.0)
+    client = TestClient(app, headers=BEARER)
+    file = tmp_path / "state" / "ledger.sqlite3"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as own:
+        own.execute("PRAGMA locking_mode = EXCLUSIVE")
+        own.execute("BEGIN EXCLUSIVE")
+        own.execute("CREATE TABLE own (x)")
+        reply = client.get("/")
+        assert reply.status_code == 503
+        assert "locked" in reply.text
+        assert app.state.site.pulse() is None
+        own.execute("ROLLBACK")
     assert client.get("/").status_code == 200
 
 
