@@ -6,6 +6,7 @@ set its title, turn the reading order.
 
 from __future__ import annotations
 
+import json
 import re
 
 #: C0 and C1 controls but tab and newline, line separators, and the controls of the reading order.
@@ -20,6 +21,24 @@ def printable(text: str) -> str:
 def amount(n: int, what: str) -> str:
     """ "1 row", "2 rows"."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def indented(json_text: str, most: int) -> str:
+    """The beginning of JSON with one value a line, of `most` characters or a few more; of what is no JSON as it is.
+
+    No more is made than is returned: what is deep and wide takes a thousand times its own characters.
+    """
+    try:
+        parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(json.loads(json_text))
+        made, left = list[str](), most
+        for part in parts:
+            made.append(part[: left + 1])
+            left -= len(part)
+            if left < 0:
+                break
+    except (ValueError, RecursionError):
+        return json_text[: most + 1]
+    return "".join(made)
 
 
 def escaped(json_text: str) -> str:

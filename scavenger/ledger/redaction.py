@@ -14,6 +14,10 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
+#: Characters of a step's metrics, as JSON. Whoever reads them reads no more of a step; our own trainer's are a fifth of it at most.
+MOST_METRICS = 65_536
+#: Of a metric beside its name: quotes, colon, comma, and a double at its longest.
+_AROUND = 4 + 24
 #: In the place of a reason in a trainer's own words.
 OTHER = "other (the trainer's own words, which are in its log)"
 #: Outcomes that a trainer gives, with its reasons.
@@ -127,12 +131,19 @@ def version(said: str) -> str:
 
 
 def metrics(said: Mapping[str, float]) -> dict[str, float]:
-    """A step's figures as the ledger keeps them: those that are numbers."""
-    return {
-        name if _NAME.fullmatch(name) else _digest("metric", name): value
-        for name, value in said.items()
-        if math.isfinite(value)
-    }
+    """A step's figures as the ledger keeps them: those that are numbers, in their order, until their JSON would be longer than
+    `MOST_METRICS` characters."""
+    kept: dict[str, float] = {}
+    left = MOST_METRICS - len("{}")
+    for name, value in said.items():
+        if not math.isfinite(value):
+            continue
+        known = name if _NAME.fullmatch(name) else _digest("metric", name)
+        left -= len(known) + _AROUND
+        if left < 0:
+            break
+        kept[known] = value
+    return kept
 
 
 def purged_version(kept: str) -> str:

@@ -334,8 +334,8 @@ def _end_generations(connection: sa.Connection) -> None:
 
 
 def current_revision(connection: sa.Connection) -> str:
-    """The revision of the ledger's schema, "" where it has no tables."""
-    return MigrationContext.configure(connection).get_current_revision() or ""
+    """The revision of the ledger's schema, "" where it has no tables; of one that says several, all of them, which is none that we know."""
+    return "+".join(sorted(MigrationContext.configure(connection).get_current_heads()))
 
 
 def contradiction(current: str) -> LedgerError | None:

@@ -9,7 +9,6 @@ so a daemon may go, come back, or have its ledger replaced. Knows nothing of wha
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,24 +21,29 @@ from rich.text import Text
 
 from scavenger.config import DaemonConfig
 from scavenger.daemon.ownership import process_there
-from scavenger.errors import DaemonUnavailable, LedgerError, ScavengerError
+from scavenger.errors import ConfigError, DaemonUnavailable, LedgerError, ScavengerError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.host.user import user_name
 from scavenger.ledger import queries
-from scavenger.ledger.read import tokens
+from scavenger.ledger.read import contents
 from scavenger.ledger.read.reader import connected
-from scavenger.ledger.read.tokenizer import load_tokenizer
 from scavenger.observe import status
+from scavenger.printable import indented
 from scavenger.protocol.keys import cluster_dir
+from scavenger.protocol.messages import unpack_tokens
 from scavenger.top import text
 from scavenger.top.view import DaemonFacts, Inputs, LedgerFacts, Row
+from scavenger.web import texts
 
 #: How much is read at a refresh.
 MOST_RUNS, MOST_STEPS, MOST_ENGINES, MOST_SAMPLES = 8, 20, 2_000, 200
 MOST_DEPARTURES, MOST_MOVES, MOST_DECISIONS, MOST_EVENTS = 60, 150, 150, 100
 #: Moves are looked for in this step and those before it.
 STEPS_BACK = 2
-_MOST_INPUT_LINES = 400
+MOST_LEASES, MOST_ENDS = 500, 200
+_MOST_INPUT_LINES, _MOST_INPUTS = 400, 40_000
+#: Tokens, characters and lines of a prompt or a completion.
+_MOST_TOKENS, _MOST_TEXT, _MOST_TEXT_LINES = 32_000, 100_000, 5_000
 
 
 class Feed(Protocol):
@@ -96,8 +100,8 @@ class SiteFeed:
     def sample(self, sample_id: int) -> list[Text]:
         with connected(self._url) as connection:
             found = _one(connection, "top_sample", f"sample {sample_id}", sample_id=sample_id)
-            leases = _rows(connection, "top_sample_leases", sample_id=sample_id)
-            ends = _rows(connection, "top_sample_ends", sample_id=sample_id)
+            leases = _rows(connection, "top_sample_leases", sample_id=sample_id, most=MOST_LEASES)
+            ends = _rows(connection, "top_sample_ends", sample_id=sample_id, most=MOST_ENDS)
         facts = {
             "run": found["run"],
             "belongs to": f"{found['purpose']} step {found['step']}, group {found['prompt_index']} (retry {found['retry']}), "
@@ -123,18 +127,22 @@ class SiteFeed:
         return text.detail(f"sample {sample_id}", facts, [part for part in parts if part[1]])
 
     def _contents(self, sample_id: int, tokenizer: str) -> list[tuple[str, list[str]]]:
-        """Prompt and completion; why not, where they cannot be read."""
+        """Prompt and completion, their beginnings where they are long; why not, where they cannot be read."""
         try:
-            found = json.loads(tokens.show(self._url, sample_id, "json"))
+            with connected(self._url) as connection:
+                found = contents.recorded(connection, [sample_id], _MOST_TOKENS).get(sample_id)
+                if found is None or found.why:
+                    return [("prompt and completion", [found.why if found is not None else "purged by now"])]
+                prompts = contents.prompts(connection, [found.group_id], _MOST_TOKENS, added=False)
         except ScavengerError as error:
             return [("prompt and completion", [_said(error)])]
+        ids = [unpack_tokens(prompts.get(found.group_id, b"")), unpack_tokens(found.tokens)]
         try:
-            decode = load_tokenizer(tokenizer).decode
-            shown = [decode(found[name], skip_special_tokens=False) for name in ("prompt", "tokens")]
-        except Exception as error:  # noqa: BLE001 - the file is a run's own, and the library raises bare exceptions
-            why = _said(error) if isinstance(error, ScavengerError) else f"{tokenizer} cannot be read"
-            shown = [f"(no text: {why}) ids {found[name]}" for name in ("prompt", "tokens")]
-        return [("prompt", shown[0].splitlines()), ("completion", shown[1].splitlines())]
+            # In a process of its own: the file is the run's owner's, and may end whoever reads it.
+            said, _, _ = texts.read(tokenizer, ids, most=_MOST_TEXT)
+        except ConfigError as error:
+            said = [f"(no text: {_said(error)}) ids {list(some)}"[: _MOST_TEXT + 1] for some in ids]
+        return [("prompt", _beginning(said[0])), ("completion", _beginning(said[1]))]
 
     def node(self, place: str) -> list[Text]:
         """Of a node; `place`: its name, on a further cluster CLUSTER/NODE."""
@@ -163,10 +171,7 @@ class SiteFeed:
     def decision(self, decision_id: int) -> list[Text]:
         with connected(self._url) as connection:
             found = _one(connection, "top_decision", f"decision {decision_id}", id=decision_id)
-        try:
-            lines = json.dumps(json.loads(found["inputs"]), indent=2, ensure_ascii=False).splitlines()
-        except (ValueError, RecursionError):
-            lines = str(found["inputs"]).splitlines()
+        lines = indented(str(found["inputs"]), _MOST_INPUTS).splitlines()
         return text.decision_detail(found, lines[:_MOST_INPUT_LINES])
 
     # ---------------------------------------------------------------- draining
@@ -210,6 +215,17 @@ class SiteFeed:
 def _said(error: ScavengerError) -> str:
     """Cause and remedy in one line."""
     return f"{error.cause}; {error.remedy}" if error.remedy else error.cause
+
+
+def _beginning(said: str) -> list[str]:
+    """Its lines; the last one says where there is more."""
+    lines = said[:_MOST_TEXT].splitlines()
+    if len(said) <= _MOST_TEXT and len(lines) <= _MOST_TEXT_LINES:
+        return lines
+    return [
+        *lines[:_MOST_TEXT_LINES],
+        "\u2026 (cut; `scavenger ledger tokens SAMPLE --format text` has all of the completion)",
+    ]
 
 
 def _drained(state_dir: Path) -> Mapping[str, str]:

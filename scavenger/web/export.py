@@ -39,8 +39,9 @@ LEFT_OUT = (
 )
 NOT_MOVED = (
     "Pages of {count:,} samples that never moved to another engine are left out: what they said is on their groups' and episodes' pages; "
-    "`scavenger web --export FILE --run RUN --every-sample` has them too."
+    "`scavenger web --export FILE --run RUN --every-sample` has them too, as far as there is room. "
 )
+MISSING = "Of what could be in this file there is no page of {what}. "
 
 
 def write(url: str, run: str, out: Path, *, every_sample: bool = False) -> dict[str, Page]:
@@ -67,10 +68,19 @@ def write(url: str, run: str, out: Path, *, every_sample: bool = False) -> dict[
                 found = collected(ask_for, pages.Contents(child), run, MOST_CHARS, every_sample=every_sample)
     finally:
         engine.dispose()
-    left_out = LEFT_OUT + (NOT_MOVED.format(count=found.not_moved) if found.not_moved else "")
-    html = render.one_file(found.pages, f"run {clean(run, 60)}", left_out)
+    html = render.one_file(found.pages, f"run {clean(run, 60)}", left_out(found))
     keys.write_private(out, "".join(html).encode())
     return found.pages
+
+
+def left_out(found: Collected) -> str:
+    """What a file's head says of pages that are not there. Pure."""
+    cut = [f"{missing:,} of {there:,} {what}" for what, missing, there in found.missing if missing]
+    return (
+        LEFT_OUT
+        + (MISSING.format(what=", ".join(cut)) if cut else "")
+        + (NOT_MOVED.format(count=found.not_moved) if found.not_moved else "")
+    )
 
 
 class _Room:
@@ -103,12 +113,18 @@ class _Room:
         return True
 
 
+#: A kind of page, how many of them are missing, and of how many.
+Missing = tuple[str, int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """Pages by their paths, the run's own first; and of how many samples there is none because they never moved."""
+    """Pages by their paths, the run's own first; of how many samples there is none because they never moved; and of each kind of page how
+    many are missing, of how many."""
 
     pages: dict[str, Page]
     not_moved: int
+    missing: tuple[Missing, ...] = ()
 
 
 def collected(
@@ -141,7 +157,8 @@ def collected(
 
     # Decisions and episodes leave room for the steps'.
     some = _Room(ask_for, shown, most // 4)
-    for path in _linked(shown["/decisions"], "/decisions/"):
+    listed = _linked(shown["/decisions"], "/decisions/")
+    for path in listed:
         if not some.take(path, functools.partial(pages.decision, number=_id(path))):
             break
     for path in _linked(whole, "/episodes/"):
@@ -149,18 +166,55 @@ def collected(
             break
     room = _Room(ask_for, shown, most - most // 4 + some.left)
     of = {(row["step"], False) for row in steps} | {(row["step"], True) for row in evaluations}
-    not_moved = 0
+    narrowed, moved = 0, set[str]()
     for step, evaluation in sorted(of, key=lambda one: (-one[0], one[1])):
         here = shown[f"/runs/{number}/{'evals' if evaluation else 'steps'}/{step}"]
         for path in _linked(here, "/episodes/"):
             room.take(path, functools.partial(pages.episode, contents=contents, episode_id=_id(path)))
         found = _found_of(ask_for, room, number, step, evaluation)
+        narrowed += bool(room.left)
+        moved |= {f"/samples/{one['id']}" for one in found if one["kind"] == "sample" and one["moves"]}
         if not all(room.take(*page) for one in found for page in _pages_of(one, contents, every_sample)):
             break
-        not_moved += sum(one["kind"] == "sample" and not one["moves"] for one in found)
         if not room.left:
             break
-    return Collected(shown, 0 if every_sample else not_moved)
+    (there,) = ask_for(functools.partial(ask, sql=filled(questions.KEPT, run_id=number)))
+    narrow = ("filters of steps and evaluations", len(of) - narrowed, len(of))
+    return _counted(shown, there, moved, len(listed), narrow, every_sample=every_sample)
+
+
+def _counted(
+    shown: dict[str, Page],
+    there: Row,
+    moved: set[str],
+    decisions: int,
+    narrow: Missing,
+    *,
+    every_sample: bool,
+) -> Collected:
+    """What is missing, as the ledger counts what is there. `moved`: paths of samples that did; `decisions`: how many are listed."""
+    own = {path for path in shown if path.startswith("/samples/")}
+    unmoved = int(there["unmoved"]) - len(own - moved)
+
+    def missing(what: str, below: str, most: int) -> Missing:
+        return what, max(0, most - sum(path.startswith(below) for path in shown)), most
+
+    return Collected(
+        shown,
+        0 if every_sample else unmoved,
+        (
+            missing("groups", "/groups/", int(there["groups"])),
+            missing("episodes", "/episodes/", int(there["episodes"])),
+            ("samples that moved", int(there["moved"]) - len(own & moved), int(there["moved"])),
+            *(
+                (("samples that never moved", max(0, unmoved), int(there["unmoved"])),)
+                if every_sample
+                else ()
+            ),
+            missing("decisions that are listed", "/decisions/", decisions),
+            narrow,
+        ),
+    )
 
 
 def _found_of(ask_for: Reader, room: _Room, run: int, step: int, evaluation: bool) -> list[Row]:

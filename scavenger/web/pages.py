@@ -6,7 +6,6 @@ Boundary: no HTTP; tests read pages without a server.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.contents import prompts as contents_of_prompts
 from scavenger.ledger.read.contents import recorded
+from scavenger.printable import indented
 from scavenger.protocol.messages import unpack_differences, unpack_logprobs, unpack_tokens
 from scavenger.web import charts, questions, texts
 from scavenger.web.panels import (
@@ -25,11 +25,13 @@ from scavenger.web.panels import (
     Text,
     ask,
     clean,
+    cut_note,
     decision_link,
     episode_link,
     group_link,
     metrics_of,
     moment,
+    notes,
     row_of,
     run_link,
     sample_link,
@@ -140,7 +142,11 @@ def overview(connection: sa.Connection) -> Page:
             Panel(
                 clean(run["name"], 60),
                 f"{asked}\n\n{left}",
-                f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs; a red line is an engine that left",
+                notes(
+                    f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs",
+                    "a red line is an engine that left",
+                    cut_note(steps),
+                ),
                 charts=two if steps else (),
                 empty="" if steps else "no step is committed yet",
             )
@@ -190,7 +196,10 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
             Panel(
                 "Metrics",
                 "\n\n".join(asked[1::2]),
-                "smoothed, by step; the address names the runs: /compare?runs=1,2",
+                notes(
+                    "smoothed, by step; the address names the runs: /compare?runs=1,2",
+                    *(f"run {row['run_id']}: {said}" for row, steps in found if (said := cut_note(steps))),
+                ),
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
@@ -227,7 +236,9 @@ def run(connection: sa.Connection, run_id: int) -> Page:
             Panel(
                 "Metrics",
                 f"{sql}\n\n{left}",
-                "thin: as measured; thick: smoothed; a red line is an engine that left",
+                notes(
+                    "thin: as measured; thick: smoothed; a red line is an engine that left", cut_note(steps)
+                ),
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
@@ -266,7 +277,9 @@ def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: floa
         sql,
         _with_numbers(found, names[:6]),
         {"step": lambda row: f"/runs/{run_id}/evals/{row['step']}"},
-        note="each after the step of its number; choose one to see its samples" if found else "",
+        note=notes("each after the step of its number; choose one to see its samples", cut_note(found))
+        if found
+        else "",
     )
     # The first one may come before the first step, and the last one after the last.
     times = [begin, end, *(row["committed_at"] for row in found)]
@@ -323,16 +336,16 @@ class Contents:
         self, connection: sa.Connection, sample_ids: Sequence[int], tokenizer: str, *, added: bool = False
     ) -> list[Read]:
         """A text for each sample, the marks of its first tokens with it. `added`: of a turn's prompt what it adds to the turn before."""
-        found = recorded(connection, sample_ids)
+        found = recorded(connection, sample_ids, _MOST_TEXT)
         known = {one: row for one, row in found.items() if not row.why}
         groups = list(dict.fromkeys(row.group_id for row in known.values()))
         why = ""
         try:
-            prompts = contents_of_prompts(connection, groups, added=added)
+            prompts = contents_of_prompts(connection, groups, _MOST_TEXT, added=added)
         except LedgerError as error:
             prompts, why = {}, f"({error.cause})"
-        ids = [unpack_tokens(prompts.get(one, b"")[: 4 * _MOST_TEXT]) for one in groups]
-        ids += [unpack_tokens(row.tokens[: 4 * _MOST_TEXT]) for row in known.values()]
+        ids = [unpack_tokens(prompts.get(one, b"")) for one in groups]
+        ids += [unpack_tokens(row.tokens) for row in known.values()]
         most = min(_MOST_HEAT, _MOST_MARKS // max(1, len(known)))
         marked = {
             len(groups) + i: (
@@ -384,7 +397,7 @@ def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int
     sql = filled_list(questions.CHUNKS, "samples", sample_ids)
     packed: dict[int, bytes] = dict.fromkeys(sample_ids, b"")
     for sample_id, some in connection.exec_driver_sql(sql):
-        packed[sample_id] += bytes(some)[: 4 * _MOST_TEXT - len(packed[sample_id])]
+        packed[sample_id] = (packed[sample_id] + bytes(some))[: 4 * _MOST_TEXT]
     out: dict[int, list[int]] = {}
     for sample_id, some in packed.items():
         if most <= 0:
@@ -519,7 +532,8 @@ def _text_of(connection: sa.Connection, contents: Contents | None, found: Row) -
 
 def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
     """How far trainer and engine differed: over this sample's tokens, and over those of the step that learned from it."""
-    sql, own = filled(questions.LEARNED, sample_id=sample_id), filled(questions.APART, sample_id=sample_id)
+    sql = filled(questions.LEARNED, sample_id=sample_id)
+    own = filled(questions.APART, sample_id=sample_id, most=questions.MOST_RUNS)
     found, apart = ask(connection, sql), ask(connection, own)
     metrics = metrics_of(found[0]) if found else {}
     rows = [
@@ -528,7 +542,7 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
             "nats": row["mean"],
             "of": f"this sample's {row['n_tokens']:,} tokens, step {row['step']}",
         }
-        for row in apart
+        for row in reversed(apart)
     ]
     rows += [
         {"metric": name, "nats": metrics[name], "of": f"step {found[0]['step']}'s tokens: {of}"}
@@ -544,9 +558,12 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
         "How far trainer and engine differed",
         f"{own}\n\n{sql}",
         rows,
-        note=""
-        if apart
-        else "Of each token it is not known here: the ledger keeps it of the share of groups that monitor.token_differences names.",
+        note=notes(
+            ""
+            if apart
+            else "Of each token it is not known here: the ledger keeps it of the share of groups that monitor.token_differences names.",
+            cut_note(found),
+        ),
     )
     return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
 
@@ -714,15 +731,19 @@ def decision(connection: sa.Connection, number: int) -> Page:
     """One decision with its inputs. Raises `LedgerError` where there is none."""
     sql = filled(questions.DECISION, id=number)
     found = row_of(connection, sql, f"decision {number}")
-    try:
-        inputs = json.dumps(json.loads(found["inputs"]), indent=2, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        inputs = str(found["inputs"])
+    inputs = indented(str(found["inputs"]), _MOST_INPUTS)
+    length = found["inputs_length"]
+    cut = max(len(inputs), length) > _MOST_INPUTS
     return Page(
         f"Decision {number}",
         (
-            table_of("Decision", sql, [found], omit=("inputs",)),
-            Panel("Inputs", sql, texts=(Text("", "", "", clean(inputs, _MOST_INPUTS)),)),
+            table_of("Decision", sql, [found], omit=("inputs", "inputs_length")),
+            Panel(
+                "Inputs",
+                sql,
+                f"their beginning: {length:,} characters are recorded" if cut else "",
+                texts=(Text("", "", "", clean(inputs, _MOST_INPUTS)),),
+            ),
         ),
         (("Decisions", "/decisions"),),
     )

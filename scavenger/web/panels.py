@@ -16,8 +16,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
-from scavenger.printable import printable
-from scavenger.web import charts
+from scavenger.printable import amount, printable
+from scavenger.web import charts, questions
 from scavenger.web.texts import Piece
 
 Row = Mapping[str, Any]
@@ -149,6 +149,23 @@ def metrics_of(row: Row) -> dict[str, float]:
 def steps_of(connection: sa.Connection, sql: str) -> list[Row]:
     """Steps with their metrics as `numbers`, parsed once."""
     return [{**row, "numbers": metrics_of(row)} for row in ask(connection, sql)]
+
+
+def cut_note(found: Sequence[Row]) -> str:
+    """Of how many steps the metrics are not read because they are too many, "" where of none. `found`: as `steps_of`."""
+    cut = sum(bool(row["cut"]) for row in found)
+    each, together = questions.MOST_METRICS >> 10, questions.MOST_RUN_METRICS // 1_000_000
+    return (
+        f"metrics of {cut:,} of {amount(len(found), 'step')} are left out: read are {each} Ki characters of a step, and {together} M of a "
+        "run, the newest first"
+        if cut
+        else ""
+    )
+
+
+def notes(*said: str) -> str:
+    """What there is to say of a panel, as one."""
+    return "; ".join(filter(None, said))
 
 
 def row_of(connection: sa.Connection, sql: str, what: str) -> Row:

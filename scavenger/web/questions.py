@@ -23,9 +23,20 @@ RUN = """-- One run.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, tokenizer, created_at, ended_at
 FROM v_runs WHERE run_id = {run_id}"""
 
-STEPS = """-- The newest train steps of a run that no later attempt went back before.
-SELECT step, attempt, version, CASE WHEN length(metrics) <= 65536 THEN metrics ELSE '{{}}' END AS metrics, committed_at
-FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL ORDER BY id DESC LIMIT {most}"""
+#: Characters of metrics that are read: of one row, and of a run's rows together. A run that keeps to both is drawn whole.
+MOST_METRICS, MOST_RUN_METRICS = 65_536, 8_000_000
+
+#: `cut`: 1 where a step's metrics are not read. Sizes are asked first: a database sorts no text that is not shown.
+STEPS = """-- The newest train steps of a run that no later attempt went back before; of their metrics 64 Ki characters each, 8 M together.
+WITH newest AS (
+  SELECT id, length(metrics) AS size FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL
+  ORDER BY id DESC LIMIT {most}
+), counted AS (
+  SELECT id, sum(size) OVER (ORDER BY id DESC) AS so_far FROM newest WHERE size <= 65536
+)
+SELECT s.step, s.attempt, s.version, CASE WHEN c.so_far <= 8000000 THEN substr(s.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN c.so_far <= 8000000 THEN 0 ELSE 1 END AS cut, s.committed_at
+FROM newest n JOIN v_steps s ON s.id = n.id LEFT JOIN counted c ON c.id = n.id ORDER BY s.id DESC"""
 
 MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended their allocation, and what became of their tokens.
 SELECT w.left_at, w.node, w.job_id, w.kind, w.reason, COALESCE(h.reason, '') AS allocation_ended,
@@ -34,8 +45,9 @@ FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND 
 WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
-SELECT s.step, s.attempt, s.version, s.rewound_by, CASE WHEN length(s.metrics) <= 65536 THEN s.metrics ELSE '{{}}' END AS metrics,
-       a.started_at AS attempt_started_at, s.committed_at
+SELECT s.step, s.attempt, s.version, s.rewound_by,
+       CASE WHEN length(s.metrics) <= 65536 THEN substr(s.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN length(s.metrics) <= 65536 THEN 0 ELSE 1 END AS cut, a.started_at AS attempt_started_at, s.committed_at
 FROM v_steps s LEFT JOIN v_attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
 WHERE s.run_id = {run_id} AND s.purpose = 'train' AND s.step = {step} ORDER BY s.id DESC LIMIT {most}"""
 
@@ -123,7 +135,8 @@ ENDS = """-- What became of one sample: each end and reopening.
 SELECT at, state, reason, step, attempt, reward, advantage FROM v_sample_ends WHERE sample_id = {sample_id} ORDER BY id LIMIT {most}"""
 
 LEARNED = """-- The metrics of the step that learned from one sample.
-SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN t.metrics ELSE '{{}}' END AS metrics
+SELECT t.step, t.attempt, CASE WHEN length(t.metrics) <= 65536 THEN substr(t.metrics, 1, 65536) ELSE '{{}}' END AS metrics,
+       CASE WHEN length(t.metrics) <= 65536 THEN 0 ELSE 1 END AS cut
 FROM v_samples s JOIN v_steps t ON t.run_id = s.run_id AND t.purpose = 'train' AND t.step = s.ended_step AND t.attempt = s.ended_attempt
 WHERE s.sample_id = {sample_id} AND s.state = 'consumed' LIMIT 1"""
 
@@ -174,9 +187,20 @@ EVALUATION_GROUPS = GROUPS.replace("of a train step, or turns of it", "of an eva
     "IN ('train', 'turn')", "= 'eval'"
 )
 
+KEPT = """-- Groups, samples that moved and samples that did not, of a run's committed steps and evaluations; and its episodes with a turn.
+SELECT count(DISTINCT CASE WHEN t.episode_id IS NULL THEN g.group_id END) AS groups,
+       COALESCE(sum(CASE WHEN s.moves > 0 THEN 1 ELSE 0 END), 0) AS moved,
+       COALESCE(sum(CASE WHEN s.moves > 0 THEN 0 ELSE 1 END), 0) AS unmoved,
+       (SELECT count(DISTINCT u.episode_id) FROM v_turns u WHERE u.run_id = {run_id}) AS episodes
+FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id LEFT JOIN v_turns t ON t.group_id = g.group_id
+WHERE g.run_id = {run_id} AND EXISTS (
+  SELECT 1 FROM v_steps e WHERE e.run_id = g.run_id AND e.step = g.step AND e.rewound_by IS NULL
+    AND e.purpose = CASE WHEN g.purpose = 'eval' THEN 'eval' ELSE 'train' END)"""
+
 #: `samples`: whole numbers, joined by commas, as `filled_list` fills them in.
-CHUNKS = """-- The tokens of some samples, packed int32.
-SELECT sample_id, tokens FROM chunks WHERE sample_id IN ({samples}) ORDER BY sample_id, start_len"""
+CHUNKS = """-- The first 6,000 tokens of some samples, packed int32.
+SELECT sample_id, substr(tokens, 1, CAST(4 * (6000 - start_len) AS integer)) AS tokens
+FROM chunks WHERE sample_id IN ({samples}) AND start_len < 6000 ORDER BY sample_id, start_len"""
 
 MARKED = """-- The tokens of some samples, packed int32, with the engine's logprobs, packed float32.
 SELECT sample_id, start_len, n_tokens, version, worker_id, tokens, logprobs FROM chunks WHERE sample_id IN ({samples})
@@ -185,8 +209,8 @@ ORDER BY sample_id, start_len"""
 DIFFERENCES = """-- The trainer's logprob less the engine's of each token of some samples, packed float16; of each step that trained them.
 SELECT sample_id, step, attempt, n_tokens, mean, differences FROM token_differences WHERE sample_id IN ({samples}) ORDER BY id"""
 
-APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of each step that trained it.
-SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id"""
+APART = """-- The mean of |the trainer's logprob less the engine's| over one sample's tokens, in nats; of the steps that trained it last.
+SELECT step, attempt, n_tokens, mean FROM v_token_differences WHERE sample_id = {sample_id} ORDER BY id DESC LIMIT {most}"""
 
 PROMPT = """-- A group's prompt as token ids, packed int32; of an agent's turn what it adds to the turn before.
 SELECT length(prompt) / 4 AS tokens, prompt FROM groups WHERE group_id = {group_id}"""
@@ -228,10 +252,13 @@ FROM ended e JOIN v_days d ON d.day = e.day
 GROUP BY d.day_utc ORDER BY d.day_utc DESC"""
 
 DECISIONS = """-- Decisions before one, newest first.
-SELECT id, at, policy, action, subject, code, cluster, reason FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
+SELECT id, at, policy, action, substr(subject, 1, 400) AS subject, code, cluster, substr(reason, 1, 400) AS reason
+FROM v_decisions WHERE id < {before} ORDER BY id DESC LIMIT {most}"""
 
-DECISION = """-- One decision with what it was decided from.
-SELECT id, at, policy, action, subject, code, cluster, reason, inputs FROM v_decisions WHERE id = {id}"""
+DECISION = """-- One decision with what it was decided from, of that at most 256 Ki characters.
+SELECT id, at, policy, action, substr(subject, 1, 400) AS subject, code, cluster, substr(reason, 1, 400) AS reason,
+       length(inputs) AS inputs_length, substr(inputs, 1, 262144) AS inputs
+FROM v_decisions WHERE id = {id}"""
 
 ANY_POLL = """-- Whether any poll of a cluster is known.
 SELECT at FROM v_cluster_polls LIMIT 1"""

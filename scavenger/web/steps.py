@@ -18,6 +18,7 @@ from scavenger.web.panels import (
     Row,
     ask,
     clean,
+    cut_note,
     episode_link,
     group_link,
     may_read,
@@ -85,7 +86,7 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
     return Page(
         f"Step {number}",
         (
-            table_of("Commits", asked, attempts, omit=("metrics",)),
+            table_of("Commits", asked, attempts, omit=("metrics", "cut")),
             Panel(
                 "Where its time went",
                 asked,
@@ -98,7 +99,7 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
             _step_engines(connection, run_id, number, attempts[0] if attempts else None),
             *played,
             *(() if played and not scored.found else (scored.rewards, scored.samples)),
-            table_of("Metrics", asked, _values(metrics)),
+            table_of("Metrics", asked, _values(metrics), note=cut_note(attempts[:1])),
             table_of(
                 "The same prompts before",
                 shared,
@@ -127,8 +128,8 @@ def evaluation(
     return Page(
         f"Evaluation after step {number}",
         (
-            table_of("Evaluations", asked, made, omit=("metrics",)),
-            table_of("Metrics", asked, _values(metrics_of(made[0]) if made else {})),
+            table_of("Evaluations", asked, made, omit=("metrics", "cut")),
+            table_of("Metrics", asked, _values(metrics_of(made[0]) if made else {}), note=cut_note(made[:1])),
             *played,
             *(() if played and not scored.found else (scored.rewards, scored.samples)),
         ),

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
+import errno
 import functools
 import json
 import math
@@ -25,7 +27,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
@@ -42,8 +44,12 @@ LEVELS = (0.5, 0.1, 0.01)
 APART = (0.02, 0.1, 0.5)
 #: Children that a server keeps while they have nothing to do, and for how long.
 MOST_IDLE, IDLE_S = 3, 60.0
-#: Tries with a tokenizer that the one child of an export does not survive.
-MOST_LOST = 2
+#: Tries with a tokenizer that its child does not survive: of an export so many, of a server so many and then one each `AGAIN_S`.
+MOST_LOST, AGAIN_S = 2, 60.0
+#: Tokenizers of which a server remembers that.
+MOST_KNOWN = 1_000
+#: Bytes of a child's reply. The largest that it makes, of a search or of a page of marked texts, is a quarter of it.
+MOST_REPLY = 64 << 20
 CPU_S, WALL_S, MEMORY = 10, 20.0, 2 << 30
 _AROUND = 60
 # -P: else modules of the folder that we run in come first.
@@ -64,6 +70,10 @@ class Piece(NamedTuple):
 Marked = tuple[Sequence[float], Sequence[float]]
 
 
+class Lost(ConfigError):
+    """A child ended, or took too long."""
+
+
 class Ask(Protocol):
     """Gives the child's reply to a request. Raises `ConfigError` where the request's tokenizer cannot be used."""
 
@@ -75,13 +85,16 @@ def read(
     texts: Sequence[Sequence[int]],
     marked: Mapping[int, Marked] = MappingProxyType({}),
     ask: Ask | None = None,
+    most: int = MOST_TEXT,
 ) -> tuple[list[str], dict[int, tuple[Piece, ...]], dict[int, str]]:
-    """(a text for each of `texts`; by their places, pieces of those that are `marked`, and what follows these). All printable and cut.
+    """(a text for each of `texts`; by their places, pieces of those that are `marked`, and what follows these). All printable and cut: a
+    text has `most` characters, and one more where it is longer.
 
     Raises `ConfigError` where the tokenizer cannot be used.
     """
     numbers = {str(at): [[_number(x) for x in some] for some in of] for at, of in marked.items()}
-    found = (ask or _asked)({"tokenizer": tokenizer, "texts": list(map(_packed, texts)), "marked": numbers})
+    request = {"tokenizer": tokenizer, "texts": list(map(_packed, texts)), "marked": numbers, "most": most}
+    found = (ask or _asked)(request)
     pieces = {
         int(at): tuple(
             Piece(str(text), int(level), int(apart), str(said)) for text, level, apart, said in some
@@ -158,8 +171,8 @@ def _asked(request: dict[str, Any]) -> Any:
 def _usable(tokenizer: str, reply: dict[str, Any]) -> dict[str, Any]:
     if "error" in reply or not reply:
         why = reply.get("error", f"it takes over {CPU_S} s or {MEMORY >> 30} GiB, or ends its process")
-        raise ConfigError(
-            f"the run's tokenizer {printable(tokenizer)[:160]} cannot be used: {why}",
+        raise (ConfigError if reply else Lost)(
+            f"the run's tokenizer {' '.join(printable(tokenizer[:160]).split())} cannot be used: {why}",
             "put the run's tokenizer.json back: completions are kept as token ids",
         )
     return reply
@@ -215,24 +228,65 @@ class Child:
             self._process = None
 
 
+@dataclasses.dataclass(eq=False)
+class _Tried:
+    """What became of the children of one tokenizer. `proven`: one had a reply, and none was lost; else one is tried at a time (`turn`)."""
+
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    proven: bool = False
+    lost: int = 0
+    lost_at: float = -math.inf
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until it may be tried; 0 = now."""
+        return max(0.0, self.lost_at + AGAIN_S - now) if self.lost >= MOST_LOST else 0.0
+
+
 class Children:
     """Children that stay for a server's next page, each for one tokenizer's file as it is now: what one run's file does to its child is in
-    no text of another. Of many threads."""
+    no text of another. One that `MOST_LOST` children did not survive is tried once each `AGAIN_S`, whatever its file is by then: a try
+    costs `CPU_S` and up to `MEMORY`, and whoever wrote it may write it anew. Of many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock, self._closed = clock, threading.Lock(), False
         self._idle: list[tuple[object, Child, float]] = []  # the longest idle one first
+        self._tried: OrderedDict[str, _Tried] = OrderedDict()
+        self.started = 0
 
     def __call__(self, request: dict[str, Any], /) -> Any:
+        tokenizer = request["tokenizer"]
+        with self._lock:
+            tried = self._tried.setdefault(tokenizer, _Tried())
+            self._tried.move_to_end(tokenizer)
+            while len(self._tried) > MOST_KNOWN:
+                self._tried.popitem(last=False)
+        with contextlib.nullcontext() if tried.proven else tried.turn:
+            if wait_s := tried.wait_s(self._clock()):
+                why = f"its process ended, or took too long, {tried.lost} times; it is tried again in {math.ceil(wait_s)} s"
+                return _usable(tokenizer, {"error": why})
+            try:
+                reply = self._tell(request)
+            except Lost:
+                with self._lock:
+                    tried.proven, tried.lost, tried.lost_at = False, tried.lost + 1, self._clock()
+                raise
+            tried.proven = not tried.lost
+            return reply
+
+    def _tell(self, request: dict[str, Any]) -> Any:
         key = _file(request["tokenizer"])
         with self._lock:
             at = next((at for at, (of, *_) in enumerate(self._idle) if of == key), None)
             child = self._idle.pop(at)[1] if at is not None else Child()
+        before = child.started
         try:
             reply = child(request)
         except BaseException:  # its answer may still come, and would be taken for the next request's
             child.end()
             raise
+        finally:
+            with self._lock:
+                self.started += child.started - before
         with self._lock:
             self._idle.append((key, child, self._clock()))
         self.tidy()
@@ -263,7 +317,8 @@ def _file(path: str) -> object:
 
 
 def _exchanged(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Write a line and read one, at the child's pace. Raises `TimeoutError`; `OSError` where it does not read; b"" once it ended."""
+    """Write a line and read one, at the child's pace. Raises `TimeoutError`; `OSError` where it does not read, or says more than
+    `MOST_REPLY`; b"" once it ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     left, found = memoryview(line), bytearray()
@@ -285,6 +340,8 @@ def _exchanged(process: subprocess.Popen[bytes], line: bytes, deadline: float) -
                     if not some:
                         return b""
                     found += some
+                    if len(found) > MOST_REPLY:
+                        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     return bytes(found)
 
 
@@ -294,6 +351,9 @@ def _exchanged(process: subprocess.Popen[bytes], line: bytes, deadline: float) -
 def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where the host's memory ends the kernel takes this process, not the server or the daemon beside it.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
 
 
 def _bounded_cpu() -> None:
@@ -351,7 +411,7 @@ def _replied(request: dict[str, Any]) -> dict[str, Any]:
         after = printable(decode(ids[n:])[: left + 1]) if ids[n:] else ""
         rest[at] = after if len(after) <= left else f"{after[:left]}\u2026"
     return {
-        "texts": [printable(decode(ids)[: MOST_TEXT + 1]) for ids in texts],
+        "texts": [printable(decode(ids)[: request["most"] + 1]) for ids in texts],
         "pieces": pieces,
         "rest": rest,
     }

@@ -1,2 +1,2 @@
--- One decision with its inputs.
-SELECT id, at, policy, action, subject, code, cluster, reason, inputs FROM v_decisions WHERE id = :id;
+-- One decision with its inputs, of these at most 256 Ki characters.
+SELECT id, at, policy, action, subject, code, cluster, reason, substr(inputs, 1, 262144) AS inputs FROM v_decisions WHERE id = :id;

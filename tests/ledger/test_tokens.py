@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from scavenger.ledger.read.tokenizer import MOST_BYTES, load_tokenizer
 from scavenger.ledger.read.tokens import show
 from scavenger.ledger.store import open_engine
 from scavenger.protocol.messages import pack_logprobs, pack_tokens
-from tests.ledger.examples import T0, everything, group, moved_group, prologue, written
+from tests.ledger.examples import T0, chunk, everything, group, moved_group, prologue, written
 
 RAW = [-math.inf, -0.10000000149011612, 0.0]  # the second is a float32
 
@@ -77,6 +78,21 @@ def test_a_sample_that_said_nothing_yet_has_no_tokens(url: str, tmp_path: Path) 
     spoken(url, tmp_path / "tokenizer.json")
     assert show(url, 22) == "\n"
     assert json.loads(show(url, 22, "json"))["tokens"] == []
+
+
+def test_a_long_prompt_is_read_once_and_not_with_each_chunk(sqlite_url: str) -> None:
+    n, chunks = 100_000, 100
+    created = r.GroupCreated(70, 1, "train", 3, 0, 0, 1, bytes(4 * n), 2, 71, '{"max_tokens": 64}', "{}", T0)
+    told: list[r.Record] = [created, r.LeaseGranted(71, 1, 2, 1, 0, T0)]
+    told += [chunk(71, 1, at, 1, 2) for at in range(chunks)]
+    written(sqlite_url, [prologue(), told])
+    tracemalloc.start()
+    try:
+        assert len(show(sqlite_url, 71).split()) == chunks
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 5 * 4 * n
 
 
 def test_an_unknown_sample_is_named(url: str) -> None:

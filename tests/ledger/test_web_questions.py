@@ -16,7 +16,10 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
+from scavenger.ledger.read import contents
 from scavenger.ledger.read.reader import reading
+from scavenger.protocol.messages import unpack_tokens
+from scavenger.top import feed
 from scavenger.web import charts, pages, questions, steps
 from scavenger.web.panels import Page, Panel, ask
 from scavenger.web.questions import filled
@@ -85,6 +88,33 @@ def test_each_page_is_the_same_on_both_databases_and_its_sql_runs_as_copied(url:
             moved = shown["sample"].panels[1].charts[0]
             assert [bar.tone for bar in moved.bars] == list(range(len(moved.bars))), "a colour for each epoch"
             assert len(moved.bars) >= 2, "the sample moved"
+    finally:
+        engine.dispose()
+
+
+def test_of_what_is_long_the_beginning_is_read_on_both_databases(url: str) -> None:
+    apart = [r.DifferencesRecorded(11, 1, n, 9, 0.5, bytes([n]) * 18) for n in (1, 2)]
+    written(url, [*everything()[:4], evaluated(), *everything()[4:], apart])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as c:
+            whole, some = (contents.recorded(c, [11, 12], most) for most in (1_000, 5))
+            assert len(whole[11].tokens) == 4 * 9
+            for sample, row in whole.items():
+                assert not row.why
+                assert some[sample] == row._replace(
+                    tokens=row.tokens[:20], logprobs=row.logprobs[:20], differences=row.differences[:10]
+                )
+            assert whole[11].differences == bytes([2]) * 18, "of the newest step"
+            prompt = contents.prompts(c, [90], 1_000, added=False)[90]
+            assert len(prompt) > 4
+            for added in (False, True):
+                assert contents.prompts(c, [90], 1, added=added) == {90: prompt[:4]}
+            tokens = pages._completions(c, [11, 12], 1_000)
+            assert tokens[11] == list(unpack_tokens(whole[11].tokens))
+            (kept,) = ask(c, filled(questions.KEPT, run_id=1))
+            assert set(kept) == {"groups", "moved", "unmoved", "episodes"}
+            assert feed._ledger(c).steps[1], "what `top` asks is bounded in the same way"
     finally:
         engine.dispose()
 

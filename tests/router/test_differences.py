@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from hashlib import sha256
 
 import msgspec
@@ -9,7 +11,10 @@ import pytest
 
 from scavenger.errors import WireError
 from scavenger.ledger import records as rec
+from scavenger.ledger import redaction
 from scavenger.protocol.messages import (
+    MAX_METRICS,
+    MAX_TEXT,
     Call,
     CommitStep,
     Denied,
@@ -20,6 +25,7 @@ from scavenger.protocol.messages import (
     decode_to_daemon,
     encode,
 )
+from scavenger.router.core import steps
 from tests.router.harness import Bench, specs
 from tests.router.test_episodes_committed import PROMPT, ask, took
 from tests.router.test_episodes_committed import opened as with_episodes
@@ -69,6 +75,41 @@ def test_what_fits_no_sample_of_the_step_is_left_out_and_an_event_says_how_much(
     assert recorded(bench) == [(b, 1, 1, b"ab" * 5)]
     (event,) = bench.events("differences_left_out")
     assert (event.subject, event.reason.split(" name")[0]) == ("step 1", "3 of 4")
+
+
+def test_of_one_step_no_more_is_kept_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample's fit, and together they would fill the ledger: a message holds four times as much as a step may."""
+    monkeypatch.setattr(steps, "MAX_DIFFERENCES_BYTES", 2 * 12)
+    bench, (a, b, c) = whole_step((8, 5, 4))
+    said = [TokenDifferences(one, b"ab" * n, 0.0) for one, n in ((a, 8), (b, 5), (c, 4))]
+    assert bench.call(commit([a, b, c], *said)) == Ok()
+    assert recorded(bench) == [(a, 1, 1, b"ab" * 8), (c, 1, 1, b"ab" * 4)]
+    (event,) = bench.events("differences_left_out")
+    assert event.reason.startswith("1 of 3 ")
+
+
+@pytest.mark.parametrize(("name", "most"), [("m", 2_000), ("/" + "\u20ac" * 3_000, 1_200)])
+def test_a_step_s_metrics_are_kept_as_far_as_readers_read_them(name: str, most: int) -> None:
+    bench, (a, b) = whole_step()
+    said = {f"{name}{i}": -1.2345678901234567e-300 for i in range(4_000)} | {"nan": math.nan}
+    body = msgspec.structs.replace(commit([a, b]), metrics=said)
+    assert bench.call(body) == Ok(), "a step does not fail for a figure"
+    (kept,) = [one.metrics for one in bench.ledger.log if isinstance(one, rec.StepCommitted)]
+    assert redaction.MOST_METRICS - 200 < len(kept) <= redaction.MOST_METRICS
+    assert most < (n := len(json.loads(kept)))
+    (event,) = bench.events("metrics_left_out")
+    assert (event.subject, event.reason.split(" of")[0]) == ("step 1", str(4_000 - n))
+
+
+def test_metrics_without_a_bound_are_no_message() -> None:
+    def frame(said: dict[str, float]) -> bytes:
+        return encode(Call(1, "r", 1, CommitStep(1, 1, "train", (), said)))
+
+    most = {f"m{i}": 0.0 for i in range(MAX_METRICS - 1)} | {"m" * MAX_TEXT: 0.0}
+    decode_to_daemon(frame(most))
+    for said in (most | {"one": 0.0, "more": 0.0}, {"m" * (MAX_TEXT + 1): 0.0}):
+        with pytest.raises(WireError):
+            decode_to_daemon(frame(said))
 
 
 def test_a_fenced_trainer_records_none() -> None:

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,16 @@ from typer.testing import CliRunner
 from scavenger import config
 from scavenger.cli.main import app
 from scavenger.errors import ScavengerError
+from scavenger.ledger import records as r
 from scavenger.observe import status
 from scavenger.top import recorded, text, view
 from scavenger.top.feed import SiteFeed
 from scavenger.top.view import Gpus, Inputs, LedgerFacts, NodeView, View, build, clean, why_not_more
-from tests.ledger.examples import T0
-from tests.top.sites import EVIL, hostile, site, status_of
+from scavenger.web import texts
+from tests.ledger.examples import T0, chunk
+from tests.top.sites import EVIL, hostile, records, site, status_of
+from tests.web.sites import tokenizer
+from tests.web.test_contents import panic
 
 NOW = T0 + 30
 
@@ -364,8 +371,11 @@ def test_json_is_refused_without_once(tmp_path: Path) -> None:
 def test_reading_writes_nothing_and_asks_slurm_nothing(
     served: SiteFeed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_args: object, **_more: object) -> None:
-        raise AssertionError("no process is started")
+    begin = subprocess.Popen.__init__
+
+    def refuse(self: Any, argv: Any, *args: Any, **more: Any) -> None:
+        assert tuple(argv) == texts._ARGV, "no process is started but the one that makes text"
+        begin(self, argv, *args, **more)
 
     monkeypatch.setattr("subprocess.Popen.__init__", refuse)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "state").iterdir()}
@@ -392,3 +402,65 @@ def test_single_things_in_detail(served: SiteFeed) -> None:
     assert "quarantined: 3 engines died on it" in said
     said = "\n".join(line.plain for line in served.decision(2))
     assert '"decision": "max_engines = 2 is reached"' in said
+
+
+def test_a_row_however_large_costs_a_refresh_and_a_detail_a_bounded_memory(tmp_path: Path) -> None:
+    deep = "[" * 900 + ",".join(["1"] * 50_000) + "]" * 900  # with a value a line 90 MB
+    big = "x" * 20_000_000
+    more: list[r.Record] = [
+        r.Decision("harvest", "none", "", "r", json.dumps({"decision": "d", "x": big}), T0 + 60, "c"),
+        r.Decision("harvest", "none", "", "r", deep, T0 + 61, "c"),
+        r.StepCommitted(1, 50, "train", 1, 1, json.dumps({"reward": 1.0, big: 1.0}), T0 + 60),
+    ]
+    seen = feed(site(tmp_path, [*records(), more]))
+    tracemalloc.start()
+    try:
+        build(seen.read())
+        details = [seen.decision(number) for number in (2, 3)]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 15_000_000
+    assert all(sum(map(len, one)) < 50_000 for one in details)
+    assert "decision" in "".join(line.plain for line in details[0])
+
+
+@pytest.mark.parametrize("evil", [True, False])
+def test_a_sample_s_text_is_made_elsewhere_and_cut(tmp_path: Path, evil: bool) -> None:
+    """The tokenizer is its run's: it ends the process that reads it, and this one stays."""
+    path = tokenizer(tmp_path, 120_000)
+    if evil:
+        panic(path)
+    n = 40_000
+    own: list[r.Record] = [
+        msgspec.structs.replace(one, tokenizer=str(path)) if isinstance(one, r.RunCreated) else one
+        for one in records()[0]
+    ]
+    long: list[r.Record] = [
+        r.GroupCreated(
+            70,
+            1,
+            "train",
+            3,
+            0,
+            0,
+            1,
+            array("i", [11_000] * n).tobytes(),
+            2,
+            71,
+            '{"max_tokens": 64}',
+            "{}",
+            T0,
+        ),
+        r.LeaseGranted(71, 1, 2, 1, 0, T0),
+        chunk(71, 1, 0, n, 2),
+    ]
+    said = [line.plain for line in feed(site(tmp_path, [own, *records()[1:], long])).sample(71)]
+    assert sum(map(len, said)) < 220_000
+    at = said.index("completion")
+    if evil:
+        assert "cannot be used" in said[at + 1]
+        assert "ids [" in said[at + 1]
+    else:
+        assert said[at + 1].startswith("<w71000> <w71001>")
+        assert "has all of the completion" in said[-1]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import MutableMapping
+import tracemalloc
+from collections.abc import Callable, MutableMapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,10 @@ from starlette.testclient import TestClient
 from scavenger.errors import AuthError, ConfigError, LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
+from scavenger.ledger.read.reader import reading
 from scavenger.web import app as web
-from scavenger.web import charts, pages, texts
-from scavenger.web.panels import Page
+from scavenger.web import charts, pages, questions, texts
+from scavenger.web.panels import Page, ask
 from tests.ledger.examples import T0
 from tests.top import sites
 from tests.web.sites import ledger
@@ -258,6 +262,77 @@ def test_a_ledger_that_is_away_is_said_and_returns(tmp_path: Path) -> None:
     assert reply.status_code == 503
     assert "there is no ledger at" in reply.text
     (tmp_path / "away").rename(file)
+    assert client.get("/").status_code == 200
+
+
+def _sql(file: Path, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as own:
+        own.execute(statement)
+        own.commit()
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda file: file.write_bytes(b"x" * 100_000),
+        lambda file: file.write_bytes(b""),
+        _truncate,
+        _folder,
+        _pipe,
+        lambda file: _sql(file, "INSERT INTO alembic_version VALUES ('0001')"),
+        lambda file: _sql(file, "UPDATE alembic_version SET version_num = '9999'"),
+    ],
+    ids=["garbage", "empty", "half", "folder", "pipe", "two revisions", "a later release's"],
+)
+def test_a_ledger_that_is_replaced_beneath_the_server_is_said_and_ends_nothing(
+    tmp_path: Path, replace: Callable[[Path], object]
+) -> None:
+    url = ledger(tmp_path)
+    app = web.make_app(url, TOKEN, interval_s=0.0)
+    client = TestClient(app, headers=BEARER)
+    assert client.get("/").status_code == 200
+    file = tmp_path / "state" / "ledger.sqlite3"
+    whole = file.read_bytes()
+    replace(file)
+    reply = client.get("/")
+    assert reply.status_code == 503
+    assert "Not shown" in reply.text
+    assert app.state.site.pulse() is None
+    file.rmdir() if file.is_dir() else file.unlink()
+    for rest in file.parent.glob("ledger.sqlite3-*"):
+        rest.unlink()
+    file.write_bytes(whole)
+    assert client.get("/").status_code == 200
+    assert app.state.site.pulse() is not None
+
+
+def test_a_ledger_that_is_locked_is_said_and_read_again(tmp_path: Path) -> None:
+    app = web.make_app(ledger(tmp_path), TOKEN, interval_s=0.0)
+    client = TestClient(app, headers=BEARER)
+    file = tmp_path / "state" / "ledger.sqlite3"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as own:
+        own.execute("PRAGMA locking_mode = EXCLUSIVE")
+        own.execute("BEGIN EXCLUSIVE")
+        own.execute("CREATE TABLE own (x)")
+        reply = client.get("/")
+        assert reply.status_code == 503
+        assert "locked" in reply.text
+        assert app.state.site.pulse() is None
+        own.execute("ROLLBACK")
     assert client.get("/").status_code == 200
 
 
@@ -649,6 +724,40 @@ def test_a_metric_hides_no_column_and_many_metrics_cost_little(tmp_path: Path) -
     assert len(said) < 400_000
 
 
+def test_metrics_of_a_run_however_many_are_read_as_far_as_a_page_draws_them_and_it_says_so(
+    tmp_path: Path,
+) -> None:
+    """As an older release's ledger may have them: 13 MB of one run, and a step with more than is read of one."""
+    wide = {"reward": 0.25, **{f"{'m' * 40}{i}": 1.0 for i in range(1_250)}}
+    most = max(len(json.dumps(wide)), 60_000)
+    steps: list[r.Record] = [
+        r.StepCommitted(1, 50 + i, purpose, 1, 1, json.dumps(wide), T0 + 50 + i)
+        for i in range(200)
+        for purpose in ("train", "eval")
+    ]
+    steps.append(r.StepCommitted(1, 400, "train", 1, 1, json.dumps(wide | {"m" * 70_000: 1.0}), T0 + 400))
+    url = ledger(tmp_path, more=[steps])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            for sql, there in ((questions.STEPS, 202), (questions.EVALUATIONS, 201)):
+                found = ask(connection, questions.filled(sql, run_id=1, most=questions.MOST_STEPS))
+                said = [len(row["metrics"]) for row in found]
+                assert len(said) == there
+                assert questions.MOST_RUN_METRICS - most < sum(said) < questions.MOST_RUN_METRICS + 500
+                assert [row["cut"] for row in found] == [int(n <= 2) for n in said], "the newest are read"
+    finally:
+        engine.dispose()
+    client = TestClient(web.make_app(url, TOKEN), headers=BEARER)
+    cut = len([n for n in said if n <= 2])
+    for path, times in (("/", 1), ("/runs/1", 2), ("/compare?runs=1", 1)):
+        shown = client.get(path).text
+        assert len(re.findall(r"metrics of \d+ of 20[12] steps are left out", shown)) == times, path
+    assert f"metrics of {cut} of 201 steps" in client.get("/runs/1").text
+    assert "metrics of 1 of 1 step are left out" in client.get("/runs/1/steps/400").text
+    assert "left out" not in client.get("/runs/1/steps/249").text
+
+
 def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> None:
     big = "<b>\x1b[2J" + "w" * 10_000_000
     more: list[r.Record] = [
@@ -666,6 +775,39 @@ def test_a_line_of_ten_megabytes_is_shown_as_its_beginning(tmp_path: Path) -> No
         assert (reply.status_code, "\x1b" in reply.text) == (200, False), path
         assert len(reply.text) < 400_000, path
         assert ("&lt;b&gt;" in reply.text) is (path != "/runs/1/steps/50"), path
+
+
+def test_inputs_of_a_decision_however_large_are_read_as_far_as_they_are_shown(tmp_path: Path) -> None:
+    """What is deep and wide takes a thousand times its own characters with one value a line."""
+    deep = "[" * 900 + ",".join(["1"] * 50_000) + "]" * 900
+    more: list[r.Record] = [
+        r.Decision("p", "none", "s", "r", inputs, T0 + 60, "code")
+        for inputs in (json.dumps({"x": "y" * 20_000_000}), deep, '{"small": [1]}', "no JSON")
+    ]
+    url = ledger(tmp_path, more=[more])
+    client = TestClient(web.make_app(url, TOKEN), headers=BEARER)
+    with reading(store.open_readonly(url)) as connection:
+        big, wide, small, none = (
+            row["id"] for row in ask(connection, "SELECT id FROM v_decisions WHERE policy = 'p'")
+        )
+        tracemalloc.start()
+        try:
+            shown = {number: pages.decision(connection, number) for number in (big, wide, small, none)}
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 15_000_000
+    notes = {number: page.panels[1].note for number, page in shown.items()}
+    assert notes[big] == "their beginning: 20,000,009 characters are recorded"
+    assert notes[wide].startswith("their beginning: 101,799 ")
+    assert not notes[small]
+    assert not notes[none]
+    for number in shown:
+        said = client.get(f"/decisions/{number}").text
+        assert len(said) < 400_000
+        assert notes[number] in said
+    assert "&#34;small&#34;: [\n    1\n  ]" in client.get(f"/decisions/{small}").text
+    assert "no JSON" in client.get(f"/decisions/{none}").text
 
 
 def test_a_reward_at_the_end_of_what_a_double_holds_is_no_bin(tmp_path: Path) -> None:

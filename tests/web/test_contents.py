@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,6 +157,13 @@ def bomb(path: Path) -> None:
     made.save(str(path))
 
 
+def panic(path: Path) -> None:
+    """One with which the library ends its process at once: it takes more of a text's end than there is."""
+    made = Tokenizer(WordLevel({"a": 11_000}, unk_token="a"))
+    made.decoder = decoders.Strip("a", 0, 100)
+    made.save(str(path))
+
+
 @pytest.mark.parametrize("what", ["fifo", "bomb", "garbage"])
 def test_a_tokenizer_that_would_take_the_server_down_costs_a_bounded_time(
     tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +202,38 @@ def test_a_long_sample_is_read_as_far_as_it_is_shown(tmp_path: Path) -> None:
             assert list(pages._completions(connection, [71, 11], texts.MOST_TEXT)) == [71], "no room is left"
     finally:
         engine.dispose()
+
+
+def test_samples_however_long_are_read_as_far_as_they_are_shown_by_pages_and_searches(tmp_path: Path) -> None:
+    """Of a group of 16 of a million tokens a page read 200 MB, and a search 2 GB; a hostile trainer trains one sample again and again."""
+    n = 400_000
+    records: list[r.Record] = [
+        r.GroupCreated(70, 1, "train", 3, 0, 0, 1, bytes(4 * n), 4, 71, '{"max_tokens": 64}', "{}", T0)
+    ]
+    for sample in range(71, 75):
+        records += [r.LeaseGranted(sample, 1, 2, 1, 0, T0), chunk(sample, 1, 0, n, 2)]
+    records += [r.DifferencesRecorded(71, 3, attempt, n, 0.5, bytes(2 * n)) for attempt in range(1, 30)]
+    url = ledger(tmp_path, more=[records])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+            tracemalloc.start()
+            try:
+                found = pages.sample(connection, pages.Contents(), 71)
+                group = pages.group(connection, pages.Contents(), 70)
+                pages._completions(connection, [71, 72, 73, 74, 11], 1_000_000)
+                _, most = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+    finally:
+        engine.dispose()
+    assert most < 8_000_000
+    (text,) = [panel for panel in found.panels if panel.title == "Text"]
+    assert len(text.texts[1].pieces) == texts.MOST_PIECES
+    assert ";" in text.texts[1].pieces[-1].title, "the newest step's differences mark its first tokens"
+    assert [len(one.pieces) for one in group.panels[1].texts] == [1_000] * 4
+    (apart,) = [panel for panel in found.panels if panel.title.startswith("How far")]
+    assert len(apart.body) == 20
 
 
 def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path: Path) -> None:
@@ -293,7 +334,7 @@ def test_a_child_for_many_survives_a_tokenizer_that_took_it_down_and_tries_it_tw
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger(tmp_path)
-    bomb(tmp_path / "bomb.json")
+    panic(tmp_path / "bomb.json")
     good, bad = str(tmp_path / "tokenizer.json"), str(tmp_path / "bomb.json")
     many = [11_000 + i % 9 for i in range(100_000)]  # more than a pipe holds, each way
     with texts.Child() as child:
@@ -349,6 +390,40 @@ def test_the_file_s_groups_and_samples_have_a_bound(tmp_path: Path) -> None:
     assert not [path for path in some if path.startswith(("/groups", "/samples"))]
     assert len(some) < len(more) < len(every)
     assert "/runs/1/steps/1" in some
+
+
+@pytest.mark.parametrize("every_sample", [False, True])
+def test_the_file_says_of_each_kind_of_page_how_many_are_missing_whenever_its_room_ends(
+    tmp_path: Path, every_sample: bool
+) -> None:
+    """A count of what it came to would be too small where it did not come far: an agent's run said nothing of its episodes."""
+    url = ledger(tmp_path)
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+
+            def ask_for(build: Callable[[sa.Connection], T]) -> T:
+                return build(connection)
+
+            none, whole = (
+                export.collected(ask_for, pages.Contents(), "sorting", most, every_sample=every_sample)
+                for most in (0, export.MOST_CHARS)
+            )
+    finally:
+        engine.dispose()
+    kinds = ("/groups/", "/episodes/", "/decisions/")
+    there = [sum(path.startswith(kind) for path in whole.pages) for kind in kinds]
+    assert min(there) > 0
+    assert [missing for _, missing, _ in whole.missing] == [0] * len(whole.missing)
+    assert "no page of" not in export.left_out(whole)
+    said = export.left_out(none)
+    groups, episodes, decisions = there
+    assert (
+        f"{groups} of {groups} groups, {episodes} of {episodes} episodes, 1 of 1 samples that moved" in said
+    )
+    assert f"{decisions} of {decisions} decisions that are listed, 2 of 2 filters of steps and eval" in said
+    assert ("3 of 3 samples that never moved" in said) is every_sample
+    assert none.not_moved == whole.not_moved == (0 if every_sample else 3)
 
 
 def test_hostile_text_is_text_in_the_file_too(tmp_path: Path) -> None:
@@ -449,6 +524,82 @@ def test_a_server_s_child_stays_for_the_next_page_with_the_same_file_alone(tmp_p
         children.close()
     texts.read(str(path), [[11_000]], {}, children)
     assert pids() == [], "of one that is closed none stays"
+
+
+def test_a_server_tries_a_tokenizer_that_ends_its_child_twice_and_then_once_a_minute(tmp_path: Path) -> None:
+    """Each try costs seconds of a core and up to 2 GiB, and a reader needs only to press F5."""
+    ledger(tmp_path)
+    good, bad = tmp_path / "tokenizer.json", tmp_path / "of\nevil.json"
+    panic(bad)
+    now = [0.0]
+    children = texts.Children(lambda: now[0])
+
+    def ask(path: Path) -> str:
+        try:
+            return texts.read(str(path), [[11_000]], {}, children)[0][0]
+        except ConfigError as error:
+            return error.cause
+
+    def lost() -> int:
+        return children.started
+
+    try:
+        first = [ask(bad) for _ in range(5)]
+        assert lost() == texts.MOST_LOST
+        assert "ends its process" in first[1]
+        assert "tried again in 60 s" in first[2]
+        assert "of evil.json" in first[2], "a message is one line, whatever the file is called"
+        panic(bad)
+        os.utime(bad, ns=(1, 1))
+        assert "tried again" in ask(bad), "who wrote it may write it anew"
+        assert ask(good) == word(11_000), "another run's is read meanwhile"
+        before = lost()
+        now[0] = texts.AGAIN_S
+        assert ["tried again" in ask(bad) for _ in range(3)] == [False, True, True]
+        assert lost() == before + 1
+        now[0] *= 2
+        bad.write_bytes(good.read_bytes())
+        assert [ask(bad) for _ in range(3)] == [word(11_000)] * 3, "one that was mended is read"
+    finally:
+        children.close()
+
+
+def test_readers_that_come_at_once_try_a_tokenizer_one_after_the_other(tmp_path: Path) -> None:
+    bad = tmp_path / "bomb.json"
+    panic(bad)
+    children, refused = texts.Children(), list[str]()
+
+    def ask() -> None:
+        try:
+            texts.read(str(bad), [[11_000]], {}, children)
+        except ConfigError as error:
+            refused.append(error.cause)
+
+    many = [threading.Thread(target=ask) for _ in range(6)]
+    try:
+        for one in many:
+            one.start()
+        for one in many:
+            one.join()
+    finally:
+        children.close()
+    assert len(refused) == 6
+    assert children.started == texts.MOST_LOST
+
+
+def test_a_child_dies_before_the_server_where_memory_ends_and_says_no_more_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger(tmp_path)
+    good = str(tmp_path / "tokenizer.json")
+    with texts.Child() as child:
+        texts.read(good, [[11_000]], {}, child)
+        assert child._process is not None
+        assert Path(f"/proc/{child._process.pid}/oom_score_adj").read_text() == "1000\n"
+        monkeypatch.setattr(texts, "MOST_REPLY", 1_000)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            texts.read(good, [[11_000] * 2_000], {}, child)
+        assert child._process is None
 
 
 def test_a_child_leaves_a_limit_of_the_host_as_it_is() -> None:

@@ -28,16 +28,19 @@ class Recorded(NamedTuple):
     why: str = ""
 
 
-def recorded(connection: sa.Connection, sample_ids: Sequence[int]) -> dict[int, Recorded]:
-    """By sample, in their order; one that the ledger does not have is not in the answer. `differences` are those of the newest step."""
+def recorded(connection: sa.Connection, sample_ids: Sequence[int], most: int) -> dict[int, Recorded]:
+    """By sample, in their order, the first `most` tokens of each; one that the ledger does not have is not in the answer. `differences` are
+    those of the newest step."""
     found = {row.sample_id: row for row in _in(connection, "texts_samples", "sample_ids", sample_ids)}
     read = [one for one in sample_ids if one in found and found[one].contents not in GONE]
     pieces: dict[int, list[Piece]] = {one: [] for one in read}
-    for sample_id, start, tokens, logprobs, raw in _in(connection, "texts_chunks", "sample_ids", read):
+    for sample_id, start, tokens, logprobs, raw in _in(
+        connection, "texts_chunks", "sample_ids", read, most=most
+    ):
         pieces[sample_id].append((start, bytes(tokens), bytes(logprobs), bytes(raw), b""))
     apart = {
-        sample_id: bytes(values)
-        for sample_id, values in _in(connection, "texts_differences", "sample_ids", read)
+        sample_id: (n_tokens, bytes(values))
+        for sample_id, n_tokens, values in _in(connection, "texts_differences", "sample_ids", read, most=most)
     }
     out: dict[int, Recorded] = {}
     for one in sample_ids:
@@ -48,12 +51,12 @@ def recorded(connection: sa.Connection, sample_ids: Sequence[int]) -> dict[int, 
             out[one] = Recorded(row.group_id, why=gone(one, row.accepted_len, row.contents, row.purged_at))
             continue
         try:
-            tokens, logprobs, _, _ = join_chunks(one, pieces[one], row.accepted_len)
+            tokens, logprobs, _, _ = join_chunks(one, pieces[one], min(most, row.accepted_len))
         except LedgerError as error:
             out[one] = Recorded(row.group_id, why=error.cause)
             continue
-        values = apart.get(one, b"")
-        fits = len(values) * 2 == len(tokens)
+        n_tokens, values = apart.get(one, (0, b""))
+        fits = n_tokens == row.accepted_len and len(values) * 2 == len(tokens)
         out[one] = Recorded(row.group_id, tokens, logprobs, values if fits else b"")
     return out
 
@@ -66,16 +69,23 @@ def gone(sample_id: int, length: int, contents: str, purged_at: float | None) ->
     )
 
 
-def prompts(connection: sa.Connection, group_ids: Sequence[int], *, added: bool) -> dict[int, bytes]:
-    """Packed prompts by group, of groups that were not purged. `added`: of a turn what it adds to the turn before, instead of the whole.
-    Raises `LedgerError` where a whole one does not match its digest."""
-    found = {row.group_id: row for row in _in(connection, "texts_prompts", "group_ids", group_ids)}
+def prompts(
+    connection: sa.Connection, group_ids: Sequence[int], most: int, *, added: bool
+) -> dict[int, bytes]:
+    """Packed prompts by group, of each the first `most` tokens, of groups that were not purged. `added`: of a turn what it adds to the turn
+    before, instead of the whole. Raises `LedgerError` where a whole one does not match its digest."""
+    found = {row.group_id: row for row in _in(connection, "texts_prompts", "group_ids", group_ids, most=most)}
     turns = [] if added else [one for one, row in found.items() if row.purpose == "turn"]
-    return {one: bytes(row.prompt) for one, row in found.items()} | whole_prompts(connection, turns)
+    whole = whole_prompts(connection, turns)
+    return {one: bytes(row.prompt) for one, row in found.items()} | {
+        one: prompt[: 4 * most] for one, prompt in whole.items()
+    }
 
 
-def _in(connection: sa.Connection, query: str, name: str, ids: Sequence[int]) -> Sequence[Any]:
+def _in(
+    connection: sa.Connection, query: str, name: str, ids: Sequence[int], **numbers: int
+) -> Sequence[Any]:
     if not ids:
         return ()
     statement = sa.text(queries.load(query)).bindparams(sa.bindparam(name, expanding=True))
-    return connection.execute(statement, {name: list(ids)}).all()
+    return connection.execute(statement, {name: list(ids), **numbers}).all()

@@ -1,6 +1,8 @@
 """`scavenger ledger tokens`: one sample's tokens, as ids, as text, or with their logprobs as JSON. Reads only.
 
 Owns the formats. The ledger has the ids, and the run names the tokenizer that makes text of them.
+
+Boundary: one sample whole, for who asks for it by its number; pages read the beginnings of many (`contents`).
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def _read(connection: sa.Connection, sample_id: int) -> tuple[dict[str, Any], li
             f"the ledger has no sample {sample_id}",
             "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
         )
-    prompt = bytes(records[0]["prompt"])
+    prompt = bytes(records[0]["prompt"] or b"")  # null where its first chunk is missing
     if records[0]["purpose"] == "turn" and records[0]["contents"] != "purged":
         group_id = records[0]["group_id"]
         prompt = whole_prompts(connection, [group_id]).get(group_id, prompt)

@@ -46,6 +46,8 @@ MAX_USED_TURNS = 4096
 MAX_DATA_DECISIONS = 4
 MAX_DECISION_INPUTS = 16
 MAX_DECISION_GROUPS = 1024
+#: Figures of one step. The ledger keeps fewer (`ledger.redaction.MOST_METRICS`), and says so.
+MAX_METRICS = 65_536
 #: Bytes of the differences of one step.
 MAX_DIFFERENCES_BYTES = 16 << 20
 #: Pass rates that an opened run is told: the newest.
@@ -245,7 +247,7 @@ class CommitStep(Message, frozen=True):
     version: int
     purpose: str
     outcomes: tuple[SampleOutcome, ...]
-    metrics: dict[str, float]
+    metrics: Annotated[dict[BoundedText, float], msgspec.Meta(max_length=MAX_METRICS)]
     episodes: tuple[EpisodeOutcome, ...] = ()
     decisions: Annotated[tuple[DataDecision, ...], msgspec.Meta(max_length=MAX_DATA_DECISIONS)] = ()
     differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()

@@ -17,6 +17,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.interface import StepFinished, StepSubmitted, TrainedGroups
 from scavenger.protocol.messages import (
     MAX_CALL_SAMPLES,
+    MAX_DIFFERENCES_BYTES,
     MAX_GROUP_SAMPLES,
     MAX_MESSAGE_BYTES,
     MAX_SPANS,
@@ -304,6 +305,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
         samples.forget(core, group)
     for episode in body.episodes:
         turns.settle(core, run, body.step, episode)
+    figures = _figures(core, run, body)
     core.record(
         rec.StepCommitted(
             run.id,
@@ -311,7 +313,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             body.purpose,
             run.attempt,
             body.version,
-            msgspec.json.encode(redaction.metrics(body.metrics)).decode(),
+            msgspec.json.encode(figures).decode(),
             core.now,
         )
     )
@@ -368,25 +370,42 @@ def _end(core: Core, run: ActiveRun, body: CommitStep, sample: Sample, outcome: 
     )
 
 
+def _figures(core: Core, run: ActiveRun, body: CommitStep) -> dict[str, float]:
+    """The step's metrics as the ledger keeps them; an event says of how many it keeps none, since a step does not fail for a figure."""
+    kept = redaction.metrics(body.metrics)
+    if left := sum(map(math.isfinite, body.metrics.values())) - len(kept):
+        why = f"{left} of {len(body.metrics)} metrics of {body.purpose} step {body.step} are beyond {redaction.MOST_METRICS:,} characters"
+        if core.count_refusal(f"{run.owner_key} metrics_left_out"):
+            core.event("metrics_left_out", run.id, f"step {body.step}", why)
+        else:
+            core.count("metrics_left_out")
+    return kept
+
+
 def _record_differences(core: Core, run: ActiveRun, body: CommitStep, known: Mapping[int, Sample]) -> None:
-    """Record how far trainer and engine were apart at each token. What fits no sample of the step is left out: a step does not fail for a
-    figure, and an event says how much."""
+    """Record how far trainer and engine were apart at each token. What fits no sample of the step is left out, and what is beyond the bound
+    of a step: a step does not fail for a figure, and an event says how much."""
     said = [(one, known.get(one.sample_id)) for one in body.differences]
     for episode in body.episodes:
         said += [(one, turns.sample_of(run, episode, one.turn)) for one in episode.differences]
     taken: set[int] = set()
+    room = MAX_DIFFERENCES_BYTES
     for one, sample in said:
         if sample is None or sample.error is not None or sample.id in taken:
             continue
-        if len(one.values) == 2 * sample.accepted:
+        if len(one.values) == 2 * sample.accepted and len(one.values) <= room:
             taken.add(sample.id)
+            room -= len(one.values)
             core.record(
                 rec.DifferencesRecorded(
                     sample.id, body.step, run.attempt, sample.accepted, one.mean, one.values
                 )
             )
     if left := len(said) - len(taken):
-        why = f"{left} of {len(said)} name no sample of step {body.step}, or one of another length"
+        why = (
+            f"{left} of {len(said)} name no sample of step {body.step}, or one of another length, "
+            f"or are beyond {MAX_DIFFERENCES_BYTES >> 20} MiB"
+        )
         if core.count_refusal(f"{run.owner_key} differences_left_out"):
             core.event("differences_left_out", run.id, f"step {body.step}", why)
         else:
