@@ -255,6 +255,10 @@ PAGES: dict[str, dict[str, Entry]] = {
         ),
     },
     "docs/admin.md": {
+        'squeue -u scavenger -o "%i %j %P %T %b %N"': Here(put={"-u scavenger": "-u root"}, says="JOBID"),
+        "sacct -X -u scavenger -S now-7days -o JobID,JobName%30,Account,Partition,Elapsed,AllocTRES%40,State": Here(
+            put={"-u scavenger": "-u root"}, says="JobName"
+        ),
         "python3 -m venv ~/scv && ~/scv/bin/pip install -c constraints.txt .": By(
             f"{INSTALL}::test_each_python_starts_a_daemon_without_torch_and_under_150_mb"
         ),
@@ -394,6 +398,7 @@ wait %1""": By(
     },
     "docs/staleness.md": {},
     "docs/checkpoints.md": {
+        "sbatch my-run/train.sbatch": SUBMITTED,
         "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": Here(
             needs=("drafted",), says="Submitted batch job"
         ),
