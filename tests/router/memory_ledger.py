@@ -164,10 +164,10 @@ class Ledger:
                 self._deliver(record)
             case rec.TurnDelivered(group_id=group_id):
                 assert group_id not in self.delivered_turns, "a turn is delivered twice"
-                made = self.deliveries[record.delivery_id]
-                assert self.turns[group_id].run_id == made.run_id, "a turn is delivered to another policy"
+                delivery = self.deliveries[record.delivery_id]
+                assert self.turns[group_id].run_id == delivery.run_id, "a turn is delivered to another policy"
                 episode = self.episodes[self.turns[group_id].episode_id]
-                assert episode.name == made.episode, "a turn of another episode"
+                assert episode.name == delivery.episode, "a turn of another episode"
                 self.delivered_turns[group_id] = record.delivery_id
             case rec.DeliveryTaken():
                 self._end_delivery(record.delivery_id, record.outcome, record.step)

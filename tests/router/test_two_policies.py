@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from scavenger.protocol.messages import (
+    Call,
     CloseRun,
     DeliveredGroup,
     DeliveredRow,
@@ -19,7 +20,7 @@ from scavenger.protocol.messages import (
     pack_tokens,
 )
 from scavenger.router.core import deliveries
-from scavenger.router.core.events import PeerIdentity
+from scavenger.router.core.events import PeerIdentity, TrainerCalled
 from scavenger.router.core.state import Delivery
 from scavenger.router.core.transitions import DeliveryStep, IllegalTransition
 from tests.router.memory_ledger import StoredLedger
@@ -51,9 +52,6 @@ def test_a_turn_of_a_policy_that_is_not_this_owner_s_or_not_there_is_refused_by_
     stranger = PeerIdentity("owner", "another key")
     body = msgspec.structs.replace(open_body("r"), run="t", policies=("s",))
     bench.call_id += 1
-    from scavenger.protocol.messages import Call
-    from scavenger.router.core.events import TrainerCalled
-
     bench.handle(TrainerCalled(7, stranger, Call(bench.call_id, "t", 0, body)))
     denied = bench.answer(bench.call_id, 7)
     assert isinstance(denied, Denied)

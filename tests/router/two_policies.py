@@ -8,6 +8,7 @@ from hashlib import sha256
 from scavenger.protocol.messages import (
     PROTOCOL,
     Attach,
+    Call,
     CallBody,
     CommitStep,
     Deliver,
@@ -25,10 +26,11 @@ from scavenger.protocol.messages import (
     Sampling,
     WantDeliveries,
     WeightsLoaded,
+    WorkerHello,
     pack_tokens,
 )
-from scavenger.router.core.events import PeerIdentity, TrainerCalled
-from tests.router.harness import CONFIG, OWNER, SOURCE, SPEC, Bench, Call, payload, root
+from scavenger.router.core.events import HelloReceived, PeerIdentity, TrainerCalled
+from tests.router.harness import CONFIG, OWNER, SOURCE, SPEC, Bench, payload, root
 
 GATEWAY, PLAYER, OTHER = 90, 1, 2
 PROMPT = pack_tokens([5, 6, 7])
@@ -102,9 +104,6 @@ class TwoRuns(Bench):
         self.say(conn, WeightsLoaded(self.versions[run], root(self.versions[run])))
 
     def hello_of(self, conn: int, run: str, who: PeerIdentity, **how: object) -> None:
-        from scavenger.protocol.messages import WorkerHello
-        from scavenger.router.core.events import HelloReceived
-
         said = {
             "protocol": PROTOCOL,
             "kind": "harvested",

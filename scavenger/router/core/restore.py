@@ -263,7 +263,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         int(config.get("data", {}).get("environment_jobs", 0)),
         environment_file(str(section.get("out_dir", ""))),
         policies_of(config),
-        str(config.get("data", {}).get("episodes_of", "")),
+        str(config.get("data", {}).get("episodes_of") or ""),
         section.get("steps") == 0,
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
