@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from scavenger.protocol.messages.common import BoundedText, Count, Message, Positive, RunName, Sampling
+from scavenger.protocol.messages.common import BoundedText, Count, Message, OtherRun, Positive, Sampling
 
 #: Samples of one turn: the `n` of a caller.
 MAX_TURN_SAMPLES = 64
@@ -50,7 +50,7 @@ class OpenTurn(Message, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_TURN_SAMPLES)]
     sampling: Sampling
     have: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_TURN_SAMPLES)] = ()
-    policy: RunName | Literal[""] = ""
+    policy: OtherRun = ""
 
 
 class EndEpisode(Message, frozen=True):

@@ -19,6 +19,7 @@ from scavenger.protocol.messages.common import (
     Message,
     MessagePart,
     Nbytes,
+    OtherRun,
     Positive,
     Rate,
     Rejected,
@@ -93,7 +94,7 @@ class OpenRun(Message, frozen=True):
     environment_file: BoundedText = ""
     #: Other runs that answer for agents of its environment.
     policies: Annotated[tuple[RunName, ...], msgspec.Meta(max_length=MAX_POLICIES)] = ()
-    episodes_of: RunName | Literal[""] = ""  # the run whose episodes its steps are filled from
+    episodes_of: OtherRun = ""  # the run whose episodes its steps are filled from
     serves_only: bool = False  # it takes no step: its weights answer, and stay as they are
 
 
