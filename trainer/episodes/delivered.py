@@ -4,6 +4,9 @@
     poll                     <- DeliveredGroup, in the place of the next group that was asked for: an episode is one sample
     commit(outcomes)         -> the daemon: what became of each delivery
 
+A group has as many samples as the run's groups have. Where the policy had no part in some of its episodes, samples are without a reward;
+episodes beyond that number are left out.
+
 What is asked for has no prompts of its own: whatever the other run plays next fills it, where its weights are young enough for the step.
 When that run ends, and the step under way cannot be filled, `EpisodesOver` ends this one too. A run that has taken its steps, or takes
 none, answers for its agent until then (`serve`).
@@ -55,6 +58,10 @@ class DeliveredRun(PassingRun):
         self._asked: list[_Asked] = []  # in the order of their steps
         self._here: dict[int, messages.DeliveredEpisode] = {}  # by delivery: not committed
         self._groups: dict[int, frozenset[int]] = {}  # filled groups -> their deliveries, likewise
+        self._beyond: dict[
+            int, tuple[int, ...]
+        ] = {}  # filled groups -> their deliveries that no sample is of
+        self._next_empty = -1
         self._came: list[messages.DeliveredGroup] = []  # in no group yet
         self._wanted: tuple[int, int] | None = None
 
@@ -112,8 +119,11 @@ class DeliveredRun(PassingRun):
         """What was delivered, in the place of the next group that was asked for."""
         asked = self._asked.pop(0)
         episodes = sorted(group.episodes, key=lambda one: (one.index, one.delivery_id))
-        self._here |= {one.delivery_id: one for one in episodes}
-        self._groups[asked.id] = frozenset(one.delivery_id for one in episodes)
+        taken, beyond = episodes[: asked.spec.n], episodes[asked.spec.n :]
+        self._here |= {one.delivery_id: one for one in taken}
+        self._groups[asked.id] = frozenset(one.delivery_id for one in taken)
+        self._beyond[asked.id] = tuple(one.delivery_id for one in beyond)
+        empty = (self._empty(place) for place in range(len(taken), asked.spec.n))
         return messages.GroupDone(
             asked.id,
             asked.step,
@@ -122,7 +132,14 @@ class DeliveredRun(PassingRun):
             asked.spec.prompt_index,
             episodes[0].rows[0].prompt,
             asked.spec.meta,
-            tuple(self._sample(place, one) for place, one in enumerate(episodes)),
+            (*(self._sample(place, one) for place, one in enumerate(taken)), *empty),
+        )
+
+    def _empty(self, place: int) -> messages.DoneSample:
+        """An episode in which the policy had no part. Its id is below 0: no delivery's."""
+        self._next_empty -= 1
+        return messages.DoneSample(
+            self._next_empty, place, b"", b"", b"", "stop", 0, error="this run's policy had no part in it"
         )
 
     def _sample(self, place: int, one: messages.DeliveredEpisode) -> messages.DoneSample:
@@ -183,13 +200,21 @@ class DeliveredRun(PassingRun):
         differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         """Record that the step was taken with these deliveries. Token differences are not kept of them."""
+        outcomes = [one for one in outcomes if one.sample_id > 0]
+        taken = {one.sample_id for one in outcomes}
+        over = [id_ for id_, of_group in self._groups.items() if of_group <= taken]
+        beyond = [
+            messages.SampleOutcome(delivery, "filtered", 0.0, 0.0, "over data.samples_per_prompt")
+            for id_ in over
+            for delivery in self._beyond.pop(id_)
+        ]
         behind = [version - self._here[one.sample_id].version for one in outcomes]
         metrics |= {"versions_behind": sum(behind) / len(behind)} if behind else {}
-        self._run.commit(step, version, (), metrics, purpose, (), decisions, (), outcomes)
-        taken = {one.sample_id for one in outcomes}
+        self._run.commit(step, version, (), metrics, purpose, (), decisions, (), [*outcomes, *beyond])
         for delivery in taken:
             del self._here[delivery]
-        self._groups = {id_: of_group for id_, of_group in self._groups.items() if not of_group <= taken}
+        for id_ in over:
+            del self._groups[id_]
         self._want()
 
 
