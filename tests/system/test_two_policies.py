@@ -18,6 +18,7 @@ pytest.importorskip("starlette", reason="the extra `gateway`")
 pytest.importorskip("uvicorn", reason="the extra `gateway`")
 pytestmark = [pytest.mark.mpi, pytest.mark.long]
 
+RUNS = ("proposer", "solver")
 EXAMPLE = play.ROOT / "examples/proposer_solver"
 DEADLINE_S = 8 * play.DEADLINE_S
 
@@ -93,8 +94,44 @@ def test_both_policies_learn(tmp_path: Path, model: Path) -> None:
         play.finish(site, proposer, DEADLINE_S)
         play.finish(site, solver, DEADLINE_S)
         assert reports.check(site.ledger_url) == []
-        for run in ("proposer", "solver"):
+        for run in RUNS:
             rewards = rewards_of(site, run)
             assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2, (run, rewards)
         twice = play.ask(site, "SELECT group_id FROM delivered_turns GROUP BY group_id HAVING count(*) > 1")
         assert twice == []
+
+
+@pytest.mark.timeout(1800)
+def test_a_policy_goes_on_while_the_other_one_s_trainer_is_gone(tmp_path: Path, model: Path) -> None:
+    with site_in(tmp_path) as site:
+        solver, proposer = started(site, model, steps="30")
+        play.wait_for("a step of both", lambda: min(steps_of(site, run) for run in RUNS) >= 2, DEADLINE_S)
+        play.cut_short(site, solver)
+        at, before = steps_of(site, "solver"), steps_of(site, "proposer")
+        play.wait_for("the proposer's steps", lambda: steps_of(site, "proposer") >= before + 4, DEADLINE_S)
+        assert steps_of(site, "solver") == at, "a trainer that is gone took a step"
+        solver = play.submit(site, site.dir / "solver.toml", 1)
+        play.wait_for("the solver's next step", lambda: steps_of(site, "solver") > at, DEADLINE_S)
+        assert steps_of(site, "proposer") < 30, "the proposer had ended: nothing was shown"
+        play.finish(site, proposer, DEADLINE_S)
+        play.finish(site, solver, DEADLINE_S)
+        assert reports.check(site.ledger_url) == []
+        assert states_of(site) <= {"consumed", "filtered", "masked", "stale", "dropped"}
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_without_steps_answers_as_it_is(tmp_path: Path, model: Path) -> None:
+    with site_in(tmp_path) as site:
+        shutil.copytree(model, site.dir / "model")
+        solver = play.submit(site, placed(site, "solver", steps="0"), 1)
+        play.wait_for("the solver's weights", lambda: open_run(site, "solver"), DEADLINE_S)
+        proposer = play.submit(site, placed(site, "proposer", steps="4"), 1)
+        play.finish(site, proposer, DEADLINE_S)
+        play.finish(site, solver, DEADLINE_S)
+        assert reports.check(site.ledger_url) == []
+        assert (steps_of(site, "proposer"), steps_of(site, "solver")) == (4, 0)
+        assert states_of(site) == {"served"}
+
+
+def states_of(site: DemoSite) -> set[str]:
+    return {str(state) for (state,) in play.ask(site, "SELECT DISTINCT state FROM deliveries")}
