@@ -172,8 +172,8 @@ class DataSection(Section):
     environment: str = ""
     """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
     plays each as an episode of one or more turns on this run's engines, and its rewards train it
-    ([environments.md](environments.md)). `builtin:calculator` is built in, for the demo and for tests. Excludes `task`,
-    `path` and `reward.function`."""
+    ([environments.md](environments.md)). `builtin:calculator` and `builtin:proposer-solver` are built in, for the demo, examples
+    and tests. Excludes `task`, `path` and `reward.function`."""
     environment_args: dict[str, JsonValue] = {}
     """The environment's own settings, as in the `[env]` block of `verifiers`, such as
     `{ taskset = { split = "train" }, agent = { harness = { id = "null" } } }`. A role without a `runtime` has

@@ -527,7 +527,7 @@ def test_an_agent_is_answered_by_the_run_that_is_named_and_by_no_run_that_is_not
     with Client.connect(daemon.state_dir) as client, Client.connect(daemon.state_dir) as again:
         run = client.open_run(other, engine=SPEC, tokenizer="", resume_step=0)
         publish(run, 1)
-        again.open_run(mine, engine=SPEC, tokenizer="", resume_step=0)
+        publish(again.open_run(mine, engine=SPEC, tokenizer="", resume_step=0), 1)
         live.gateway.policies = frozenset({"s", "t"})
         with worker(daemon, "of-s", run="s"), worker(daemon, "of-r"):
             answers = [

@@ -6,6 +6,8 @@
 Both are paid more as both learn: the proposer finds what the solver can answer, and the solver is asked that more often. A proposal that
 is no digit ends the episode, in which the solver has no part then. Owns the tasks and both rewards. Needs no torch and no package
 `verifiers`; its alphabet is the calculator's.
+
+Boundary: the rules of the task, apart from who plays it.
 """
 
 from __future__ import annotations
