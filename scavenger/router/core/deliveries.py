@@ -276,6 +276,8 @@ def send(core: Core, run: ActiveRun) -> None:
 def tell_over(core: Core, run: ActiveRun) -> None:
     """The run that plays has ended: tell the trainer, once, when it has all that is due or does not want it."""
     mine, source = run.deliveries, core.runs.get(run.settings.episodes_of)
+    if source is not None and source.owner_key != run.owner_key:
+        return  # of another owner, who took the name: nothing of it is told
     if mine.wanted is None or mine.over_told or run.trainer.conn is None:
         return
     if (
