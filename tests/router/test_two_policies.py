@@ -256,3 +256,18 @@ def test_engines_of_a_policy_stay_while_the_run_that_plays_has_a_trainer() -> No
     other, player = bench.router.core.runs["s"], bench.router.core.runs["r"]
     player.trainer.seen_at = bench.now
     assert deliveries.seen_at(bench.router.core, other) == bench.now
+
+
+def test_a_run_of_another_owner_that_took_the_name_tells_nothing() -> None:
+    """`s` waits for `r`, which another owner opens and ends."""
+    bench = TwoRuns()
+    bench.begin("s")
+    bench.announce("s", 0)
+    stranger = PeerIdentity("owner", "another key")
+    theirs = msgspec.structs.replace(open_body("r"), policies=())
+    bench.of("r", theirs, conn=7, who=stranger)
+    bench.attempts["r"] = 1
+    bench.want()
+    bench.of("r", CloseRun("finished"), conn=7, who=stranger)
+    assert bench.router.core.runs["r"].ended
+    assert bench.take(OTHER, EpisodesOver) == []
