@@ -92,6 +92,15 @@ def test_what_a_policy_said_is_delivered_to_its_trainer_once() -> None:
     assert len(bench.ledger.deliveries) == 2
 
 
+def test_what_a_run_said_that_has_ended_since_stops_no_other_run() -> None:
+    bench = opened()
+    played(bench, "e")
+    share = bench.share("e")
+    bench.of("s", CloseRun("failed"))
+    assert bench.deliver(share) == Ok()
+    assert bench.ledger.deliveries == {}
+
+
 def test_nothing_is_sent_before_it_is_durable() -> None:
     bench = opened()
     played(bench, "e")
