@@ -304,6 +304,9 @@ class Client(Connection):
             config.data.curriculum_solved_at if config.data.has_curriculum else None,
             config.data.environment_jobs,
             messages.environment_file(str(run.out_dir.absolute())),
+            config.other_policies,
+            config.data.episodes_of or "",
+            run.steps == 0,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)
@@ -360,6 +363,11 @@ class Run:
         self._known: dict[int, tuple[str, int]] = {}
         #: The same of groups submitted and not received.
         self._submitted: dict[int, tuple[str, int]] = {}
+        #: Groups of another run's episodes: here, and not committed; of these, those that `take_deliveries` has not given.
+        self._delivered: dict[int, messages.DeliveredGroup] = {}
+        self._fresh: list[messages.DeliveredGroup] = []
+        self._wanted: messages.WantDeliveries | None = None
+        self.episodes_over = ""  # why no further delivery comes
         self._reserved: messages.SetReserved | None = None
         self.reserved_order = 0  # number of what was last said by `set_reserved`
         self._trained: messages.Trained | None = None
@@ -425,6 +433,26 @@ class Run:
                 arrived, self._arrived = self._arrived, []
                 return arrived
 
+    def deliver(
+        self, policy: str, step: int, prompt_index: int, shares: Sequence[messages.EpisodeShare]
+    ) -> None:
+        """Hand what the policy of another run said in episodes of one group to its trainer. Repeating it changes nothing.
+
+        Raises `Refused` where that run has ended, or the turns are not its own.
+        """
+        self.call(messages.Deliver(policy, step, prompt_index, tuple(shares)))
+
+    def want_deliveries(self, step: int, count: int) -> None:
+        """Have up to `count` groups of another run's episodes (`data.episodes_of`) sent for `step`, those that are here among them."""
+        self._wanted = messages.WantDeliveries(step, count, tuple(self._delivered))
+        self.episodes_over = ""
+        self.call(self._wanted)
+
+    def take_deliveries(self) -> list[messages.DeliveredGroup]:
+        """Groups that came and were not returned before. `poll` receives them; they are here until a commit names their deliveries."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
         """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others.
 
@@ -486,10 +514,12 @@ class Run:
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
         differences: Sequence[messages.TokenDifferences] = (),
+        deliveries: Sequence[messages.SampleOutcome] = (),
     ) -> None:
-        """Record that the step was taken with exactly these samples, or episodes, which end. Every sample of the step's groups needs an
-        outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's `decisions`. `differences`: how far trainer
-        and engine are apart at each token of some of the samples, for `token_differences`; `MAX_DIFFERENCES_BYTES` of them at most.
+        """Record that the step was taken with exactly these samples, or episodes, which end, or `deliveries` of another run's. Every
+        sample of the step's groups needs an outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's
+        `decisions`. `differences`: how far trainer and engine are apart at each token of some of the samples, for `token_differences`;
+        `MAX_DIFFERENCES_BYTES` of them at most.
         """
         self.call(
             messages.CommitStep(
@@ -501,8 +531,15 @@ class Run:
                 tuple(episodes),
                 tuple(decisions),
                 tuple(differences),
+                tuple(deliveries),
             )
         )
+        taken = {one.sample_id for one in deliveries}
+        self._delivered = {
+            group: one
+            for group, one in self._delivered.items()
+            if taken.isdisjoint(e.delivery_id for e in one.episodes)
+        }
         over = (purpose, step)
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}
@@ -583,6 +620,12 @@ class Run:
                     self._known[group_id] = (message.purpose, message.step)
                     self._arrived.append(message)
                     self._complete_since = time.monotonic()  # others may be on their way
+            case messages.DeliveredGroup(group_id=group_id):
+                if group_id not in self._delivered:
+                    self._delivered[group_id] = message
+                    self._fresh.append(message)
+            case messages.EpisodesOver(reason=reason):
+                self.episodes_over = reason
             case messages.Fleet():
                 self.fleet = message
             case messages.RunStopped(reason=reason, remedy=remedy):
@@ -657,6 +700,8 @@ class Run:
         bodies: list[messages.CallBody] = [attach, *self._published.values()]
         if self._reserved is not None:
             bodies.append(self._reserved)
+        if self._wanted is not None:
+            bodies.append(msgspec.structs.replace(self._wanted, have=tuple(self._delivered)))
         for body in bodies:
             call_id, sent_at = self._client.send(self.name, self.attempt, body), time.monotonic()
             while True:

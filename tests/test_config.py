@@ -68,7 +68,8 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
     ("old", "new", "said"),
     [
         ("steps = 3", "", ["key 'run.steps' is missing"]),
-        ("steps = 3", "steps = 0", ["run.steps = 0", "greater than 0"]),
+        ("steps = 3", "steps = -1", ["run.steps = -1", "greater than or equal to 0"]),
+        ("steps = 3", "steps = 0", ["run.steps = 0", "data.episodes_of"]),
         ("steps = 3", "steps = 3\nsteps_per_day = 4", ["unknown key 'run.steps_per_day'"]),
         ('name = "a"', 'name = "a b"', ["run.name = 'a b'", "pattern"]),
         ("max_tokens = 16", "max_tokens = 64", ["sampling.max_tokens must be below model.context_length"]),

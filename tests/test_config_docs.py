@@ -147,7 +147,14 @@ def test_the_daemon_s_example_is_valid(example: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["examples/site/run.toml", "examples/demo/run.toml", "examples/gsm8k/run.toml"]
+    "example",
+    [
+        "examples/site/run.toml",
+        "examples/demo/run.toml",
+        "examples/gsm8k/run.toml",
+        "examples/proposer_solver/proposer.toml",
+        "examples/proposer_solver/solver.toml",
+    ],
 )
 def test_a_run_s_example_is_valid(example: str) -> None:
     config = read_run(ROOT / example)

@@ -67,7 +67,8 @@ from trainer.checkpoint import checkpoint
 from trainer.data.group_filter import GroupFilter
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens, unknown_note
 from trainer.engine_control import of_job
-from trainer.episodes.opening import opened
+from trainer.episodes import delivered
+from trainer.episodes.opening import Opened, opened
 from trainer.local import Ledger, LocalRun, LocalSource, alone
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
 from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
@@ -295,9 +296,12 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if options.local:
             stack.enter_context(alone(config.run.out_dir))
-        reward, played = config.reward, None
+        reward = config.reward
+        played: Opened | delivered.Opened | None = None
         if config.data.environment:
             played = stack.enter_context(opened(config, layers(options), local=options.local))
+        elif config.data.episodes_of:
+            played = delivered.opened(config, local=options.local)
         prompts = PromptSource(config, tokenizer, print, played.tasks if played else None)
         if options.evaluate:
             refuse_no_evaluation(prompts)
@@ -318,7 +322,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         set_aside(config, start, run.attempt)
         episodes = played.attach(run) if played else None
         run = episodes or run
-        if start.step >= config.run.steps and not options.evaluate:
+        if 0 < config.run.steps <= start.step and not options.evaluate:
             monitor.say(
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
             )
@@ -345,6 +349,11 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         loop = Loop(config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), engines)
         try:
             loop.run()
+            if isinstance(episodes, delivered.DeliveredRun):
+                monitor.say(f"answers for its agent until run {config.data.episodes_of} ends")
+                monitor.say(episodes.serve(ending.check))
+        except delivered.EpisodesOver as over:
+            monitor.say(str(over))
         except EndRequested as request:
             saved = checkpoint.select(config.run.out_dir, "auto")
             monitor.say(ended_line(str(request), saved))
@@ -369,6 +378,8 @@ def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
     """What is said last of a run that succeeded."""
     if options.evaluate:
         return f"evaluated, nothing was trained; figures: {config.run.out_dir}/metrics.jsonl"
+    if not config.run.steps:
+        return "finished: its weights answered as they are, and no step was taken"
     saved = checkpoint.select(config.run.out_dir, "auto")
     laid_over = options.over or options.set
     where = f"-c {config.run.out_dir}/scavenger.toml" if laid_over else f"{options.config} --local"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from scavenger.config import layers
 from scavenger.config.layers import Layered
 from scavenger.config.run import (
+    AgentPolicy,
     AlgorithmSection,
     CheckpointSection,
     DataSection,
@@ -52,6 +53,7 @@ from scavenger.config.unknown_keys import hint
 from scavenger.errors import ConfigError
 
 __all__ = [
+    "AgentPolicy",
     "AlgorithmSection",
     "Blackout",
     "CheckpointSection",

@@ -32,8 +32,9 @@ class RunSection(Section):
     """Name of the run in the ledger. A run that is opened again under its name goes on, as a new attempt."""
     seed: NonNegative = 0
     """Seed of sampling and of mini-batches. A run cannot be opened again with another seed."""
-    steps: Positive
-    """Optimizer steps of the whole run."""
+    steps: NonNegative
+    """Optimizer steps of the whole run. 0: none is taken, and its weights answer for an agent of another run's episodes
+    (`data.episodes_of`)."""
     state_dir: Path
     """The site's public folder (`daemon.public_dir` of its `scavenger.toml`), or the daemon's `state_dir` where
     the run is the daemon's own user's: the daemon says there where it listens."""
@@ -109,6 +110,14 @@ class DataSet(Section):
     """Column of the reference answer. None: as `data.answer_field`."""
 
 
+class AgentPolicy(Section):
+    """Which run answers for an agent of `data.environment`: `[data.policies.AGENT]`, by the agent's name."""
+
+    run: Name
+    """Name of the run. It is of the same owner, has `data.episodes_of` set to this run's name, and a model with the same
+    tokenizer."""
+
+
 class DataSection(Section):
     """The prompts, and how many of them a step takes."""
 
@@ -163,8 +172,8 @@ class DataSection(Section):
     environment: str = ""
     """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
     plays each as an episode of one or more turns on this run's engines, and its rewards train it
-    ([environments.md](environments.md)). `builtin:calculator` is built in, for the demo and for tests. Excludes `task`,
-    `path` and `reward.function`."""
+    ([environments.md](environments.md)). `builtin:calculator` and `builtin:proposer-solver` are built in, for the demo, examples
+    and tests. Excludes `task`, `path` and `reward.function`."""
     environment_args: dict[str, JsonValue] = {}
     """The environment's own settings, as in the `[env]` block of `verifiers`, such as
     `{ taskset = { split = "train" }, agent = { harness = { id = "null" } } }`. A role without a `runtime` has
@@ -183,6 +192,12 @@ class DataSection(Section):
     environment_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of rank 0's host that they connect to, at the interface and under the name of `weights.listen` and
     `weights.advertise`. 0: the system chooses. Set it where a firewall stands between training and compute nodes."""
+    policies: Annotated[dict[str, AgentPolicy], Allowed("tables `[data.policies.AGENT]`")] = {}
+    """Of an environment with several agents: which other run answers for an agent, by the agent's name
+    ([agents.md](agents.md#several-policies)). An agent that is not named is this run's."""
+    episodes_of: Name | None = None
+    """Name of another run, which plays an environment and names this one in its `data.policies`. The steps of this run are
+    filled with what its policy said in those episodes. Excludes `environment`, `path` and `sets`."""
     renderer: dict[str, JsonValue] = {}
     """How conversations become tokens: a configuration of the package `renderers`, such as `{ name = "qwen3" }`.
     Empty: chosen by the model's name, and without tools where that is unknown."""
@@ -229,6 +244,10 @@ class DataSection(Section):
             for key in self.model_fields_set
             if getattr(self, key) != DataSection.model_fields[key].get_default(call_default_factory=True)
         }
+        if self.policies and not self.environment:
+            raise ValueError("policies are of an environment's agents: set environment, or leave them out")
+        if self.episodes_of and (self.environment or self.path is not None or self.sets or "task" in said):
+            raise ValueError("episodes_of brings its own rows: leave out environment, task, path and sets")
         if self.environment and (self.path is not None or self.sets or "task" in said):
             raise ValueError("environment brings its own tasks: leave out task, path and sets")
         if not self.environment and (
@@ -256,10 +275,12 @@ class DataSection(Section):
                 raise ValueError(
                     f"{name}_min <= {name}_max must hold ({low:g}, {high:g}): else nothing is trained"
                 )
-        if self.has_curriculum and (self.environment or (self.task == "sort" and not self.sets)):
+        if self.has_curriculum and (
+            self.environment or self.episodes_of or (self.task == "sort" and not self.sets)
+        ):
             what = (
                 "an environment's tasks"
-                if self.environment
+                if self.environment or self.episodes_of
                 else 'task = "sort", whose prompts never come again'
             )
             raise ValueError(
@@ -834,9 +855,28 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     monitor: MonitorSection = MonitorSection()
 
+    @property
+    def other_policies(self) -> tuple[str, ...]:
+        """Names of the other runs that answer for agents of this run's environment."""
+        return tuple(sorted({one.run for one in self.data.policies.values()} - {self.run.name}))
+
+    @model_validator(mode="after")
+    def _policies(self) -> RunConfig:
+        if self.run.steps == 0 and not self.data.episodes_of:
+            raise ValueError(
+                "run.steps = 0 is of a run that only answers for an agent: set data.episodes_of, or take steps"
+            )
+        if self.data.episodes_of == self.run.name:
+            raise ValueError("data.episodes_of names this run itself: name the run that plays the episodes")
+        if self.data.episodes_of and self.eval.prompts:
+            raise ValueError(
+                "eval.prompts does not go with data.episodes_of: the run that plays the episodes evaluates them"
+            )
+        return self
+
     @model_validator(mode="after")
     def _episodes(self) -> RunConfig:
-        if not self.data.environment:
+        if not (self.data.environment or self.data.episodes_of):
             return self
         if self.reward.model_fields_set & {"function", "functions", "options"}:
             raise ValueError(
@@ -926,7 +966,7 @@ class RunConfig(Section):
                 f"data.replay_groups = {self.data.replay_groups} needs algorithm.max_off_policy_steps of 1 or more: a group of an earlier "
                 "step is a step old at least"
             )
-        if self.data.environment:
+        if self.data.environment or self.data.episodes_of:
             raise ValueError(
                 "data.replay_groups does not go with data.environment: episodes are trained once"
             )

@@ -9,6 +9,8 @@
     PUT  /episodes/NAME/tools/CALL/answer  what it answered                    its own key
     GET  /health                   200 once the daemon has answered            none
 
+The header `X-Scavenger-Policy` names another run that answers for an agent, of those in the run's `data.policies`, and no other.
+
 An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once and what
 their bodies hold: an agent that floods is refused alone (429), and of its requests one at a time is parsed and rendered. A caller that
 hangs up leaves its turn running, gives its place back at once, and finds the turn when it asks again.
@@ -71,6 +73,8 @@ MAX_NAME_CHARS = 256
 _CALL, _ASKER = re.compile(messages.CALL_PATTERN), re.compile(r"[0-9a-f]{32}", re.ASCII)
 #: Headers in which a caller may name its request.
 NAME_HEADERS = ("idempotency-key", "x-request-id")
+#: The header that names the run which answers for an agent.
+POLICY_HEADER = "x-scavenger-policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Gateway:
     context_length: int
     secret: bytes
     raw: bool = True
+    policies: frozenset[str] = frozenset()  # other runs that may be asked
     conversations: Conversations = field(init=False)
     calls: dict[str, int] = field(default_factory=dict)  # by episode
     bodies: dict[str, int] = field(default_factory=dict)  # bytes of the bodies of these calls, by episode
@@ -168,6 +173,20 @@ class Gateway:
         """Held while a request of the episode is worked out: of one that floods, others wait for one request at most."""
         return self.turnstiles.setdefault(episode, asyncio.Lock())
 
+    def policy(self, request: Request) -> str:
+        """The other run that is asked; "": this one. Raises `BadRequest`."""
+        asked = request.headers.get(POLICY_HEADER, "")
+        if asked in ("", self.name):
+            return ""
+        if asked not in self.policies:
+            known = ", ".join(sorted(self.policies)) or "none"
+            shown = messages.words(asked)[:64]
+            raise BadRequest(
+                f"{POLICY_HEADER}: {shown!r} answers for no agent of this run (data.policies names: {known})",
+                403,
+            )
+        return asked
+
     # ---------------------------------------------------------------- turns
 
     async def generate(self, request: Request) -> Response:
@@ -204,13 +223,15 @@ class Gateway:
         chat: ChatRequest | None,
     ) -> Response:
         """`leaving`: what ends with the answer, be it streamed."""
+        policy = self.policy(request)
         opening = messages.OpenTurn(
             episode,
-            identity.request_of(episode, turn.name, content),
+            identity.request_of(episode, turn.name, content, policy),
             content,
             messages.pack_tokens(prompt),
             turn.n,
             turn.sampling(len(prompt), self.context_length, self.model.ends),
+            policy=policy,
         )
         stream = await leaving.enter_async_context(self.link.open(opening))
         try:
@@ -626,6 +647,7 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
         config.model.context_length,
         secret,
         raw=options.logprobs == "raw_logprobs",
+        policies=frozenset(config.other_policies),
     )
     family = sockets.AF_INET6 if ":" in options.host else sockets.AF_INET
     with sockets.socket(family, sockets.SOCK_STREAM) as listening:

@@ -68,8 +68,11 @@ def content_of(dialect: str, body: dict[str, Any]) -> bytes:
     return sha256(dialect.encode() + b"\0" + encoded).digest()
 
 
-def request_of(episode: str, name: str, content: bytes) -> bytes:
-    """What the daemon knows a request of an episode by: the caller's name for it, or its content where it gives none."""
+def request_of(episode: str, name: str, content: bytes, policy: str = "") -> bytes:
+    """What the daemon knows a request of an episode by: the caller's name for it, or its content where it gives none. `policy`: the run
+    that is asked, "" for the episode's own.
+    """
     if name:
-        return named_request(episode, name)
-    return sha256(episode.encode() + b"\0content\0" + content).digest()
+        return named_request(episode, name, policy)
+    whose = b"\0policy\0" + policy.encode() if policy else b""
+    return sha256(episode.encode() + whose + b"\0content\0" + content).digest()

@@ -42,6 +42,7 @@ DENIED = {
     "conflict": (409, "conflict_error"),
     "ended": (410, "invalid_request_error"),
     "full": (429, "rate_limit_error"),
+    "not-owner": (403, "permission_error"),
 }
 
 

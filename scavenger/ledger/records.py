@@ -321,6 +321,67 @@ class ToolAnswered(Record, frozen=True):
     at: float
 
 
+# ---------------------------------------------------------------- deliveries
+
+
+class Delivered(Record, frozen=True):
+    """What a run's policy said in one episode that another run plays is for the run's trainer. `state`: "due", or "served" where it takes
+    no steps. `rows`: MessagePack of what is trained. `group`: the first delivery of the same group.
+    """
+
+    delivery_id: int
+    run_id: int
+    source_run_id: int
+    episode_id: int  # the run's own, which has the turns
+    group: int
+    step: int  # of the run that plays
+    prompt_index: int
+    episode_index: int
+    reward: float
+    version: int
+    rows: bytes
+    state: str
+    reason: str
+    at: float
+
+
+class TurnDelivered(Record, frozen=True):
+    """A turn is of this delivery, and of no other one."""
+
+    group_id: int
+    run_id: int
+    delivery_id: int
+
+
+class DeliveryTaken(Record, frozen=True):
+    """A step was taken with it. `outcome`: "consumed" | "filtered" | "masked"."""
+
+    delivery_id: int
+    outcome: str
+    reason: str
+    step: int
+    attempt: int
+    advantage: float
+    at: float
+
+
+class DeliveryReopened(Record, frozen=True):
+    """A later attempt goes on from before the step that took it: it is due again."""
+
+    delivery_id: int
+    attempt: int
+    at: float
+
+
+class DeliveryEnded(Record, frozen=True):
+    """No step will take it. `state`: "stale" | "dropped"."""
+
+    delivery_id: int
+    state: str
+    reason: str
+    at: float
+
+
 # ---------------------------------------------------------------- workers, jobs, cluster
 
 
@@ -617,6 +678,25 @@ class EpisodeState(msgspec.Struct, frozen=True):
     run_id: int
     name: str
     state: str
+    delivered: bool = False  # its turns, to its run's trainer
+
+
+class DeliveryState(msgspec.Struct, frozen=True):
+    """A delivery that is due, or that a step took which a resume may take back. `state`: "due", or as of `DeliveryTaken`."""
+
+    delivery_id: int
+    run_id: int
+    source: str
+    group: int
+    step: int
+    prompt_index: int
+    episode_index: int
+    episode: str
+    reward: float
+    version: int
+    rows: bytes
+    state: str
+    ended_step: int
 
 
 class ToolCallState(msgspec.Struct, frozen=True):
@@ -695,3 +775,5 @@ class Snapshot(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCallState, ...] = ()  # of open episodes
     #: (sample, accepted tokens) of turns' samples that are under way; their groups have whole prompts, those of other turns none.
     turn_tokens: tuple[tuple[int, bytes], ...] = ()
+    next_delivery_id: int = 1
+    deliveries: tuple[DeliveryState, ...] = ()

@@ -64,6 +64,7 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "from_unix_s": "Its first second.",
         "to_unix_s": "The first second of the next day.",
     },
+    "v_deliveries": {"row_bytes": "Bytes of `deliveries.episode_rows`."},
     "v_episode_turns": {
         "episode_id": "The episode.",
         "run_id": "The run.",

@@ -442,6 +442,51 @@ tool_calls = Table(
     **_row("one call of a tool with effects outside, which is asked once"),
 )
 
+#: Several policies in one environment: `run_id` is the run whose policy said it, `source_run_id` the one that played the episode.
+deliveries = Table(
+    "deliveries",
+    metadata,
+    _key("delivery_id", "Number of the delivery."),
+    _int("run_id", "The run whose policy said it, and whose trainer gets it."),
+    _int("source_run_id", "The run that played the episode."),
+    _int("episode_id", "The run's own part of the episode, which has the turns."),
+    _int("group_delivery_id", "The first delivery of the same group: their rewards are compared."),
+    _int("step", "The train step of the run that played."),
+    _int("prompt_index", "Place of the task within that step."),
+    _int("episode_index", "Place of the episode within its group."),
+    Column("reward", Double, nullable=False, doc="This policy's."),
+    _int("version", "The oldest weights of the run that its turns are of."),
+    _bytes("episode_rows", "MessagePack of the rows to train; empty once they are purged."),
+    _text(
+        "state",
+        "`due`; `consumed`, `filtered` or `masked` by a step; `stale` (its weights were too old), `dropped` (too many were due, or the run "
+        "ended first), or `served` (the run takes no steps).",
+    ),
+    _text("reason", "Why it ended so; empty where nothing is to be said."),
+    _int("ended_step", "The step of the run that took it; 0 for none."),
+    _int("ended_attempt", "Its attempt; 0 for none."),
+    Column("advantage", Double, nullable=True, doc="Its advantage in that step; null where no step took it."),
+    _time("delivered_at", "When it was delivered."),
+    _maybe_time(
+        "ended_at", "When its state became final, unless a resume takes the step back; null while it is due."
+    ),
+    Index("ix_deliveries_run", "run_id", "state"),
+    Index("ix_deliveries_episode", "episode_id"),
+    **_row(
+        "what one run's policy said in one episode that another run played, on its way to that policy's trainer"
+    ),
+)
+
+delivered_turns = Table(
+    "delivered_turns",
+    metadata,
+    _key("group_id", "The turn's group: a turn is delivered once."),
+    _int("run_id", "The run whose policy said it."),
+    _int("delivery_id", "Its delivery."),
+    Index("ix_delivered_turns_delivery", "delivery_id"),
+    **_row("one turn of a delivery"),
+)
+
 # ---------------------------------------------------------------- workers, jobs, cluster
 
 workers = Table(

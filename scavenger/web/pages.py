@@ -581,6 +581,8 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     read = contents.read(connection, ids, tokenizer, added=True)
     asked = filled(questions.TOOL_CALLS, episode_id=episode_id, most=questions.MOST_CALLS)
     calls = ask(connection, asked)
+    shared = filled(questions.POLICIES, episode_id=episode_id, most=questions.MOST_POLICIES)
+    policies = ask(connection, shared)
     # Of a turn of several samples its last one says which tools came after it.
     last = {row["number"]: row["sample_id"] for row in found}
     said, before = list[Text](), None
@@ -617,6 +619,7 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
         f"Episode {episode_id}",
         (
             table_of("Turns", sql, found, {"sample_id": sample_link}),
+            *_policies(shared, policies),
             table_of(
                 "Tool calls",
                 asked,
@@ -633,6 +636,14 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
     )
+
+
+def _policies(sql: str, found: Sequence[Row]) -> tuple[Panel, ...]:
+    """Whose turns these are, where other runs answered for agents of the episode; nothing where none did."""
+    if len(found) < 2:
+        return ()
+    note = "each run's own part of the episode, with its turns; the state is that of its delivery to the run's trainer"
+    return (table_of("Policies", sql, found, {"episode_id": episode_link}, note=note),)
 
 
 def _called(calls: Sequence[Row], turn: int) -> str:

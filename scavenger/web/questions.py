@@ -13,7 +13,7 @@ MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 20
 MOST_SEARCHED = 2_000
 MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
-MOST_CALLS, MOST_EPISODES = 200, 50
+MOST_CALLS, MOST_EPISODES, MOST_POLICIES = 200, 50, 64
 
 RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
@@ -161,6 +161,20 @@ SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_to
        t.completion_tokens, s.state, s.finish, s.moves, s.reward
 FROM v_episode_turns t JOIN v_samples s ON s.sample_id = t.sample_id WHERE t.episode_id = {episode_id}
 ORDER BY t.number, s.sample_index LIMIT {most}"""
+
+POLICIES = """-- The policies of an episode: each run's part of it, and what became of it at the run's trainer.
+WITH mine AS (
+    SELECT e.name, COALESCE((SELECT d.source_run_id FROM v_deliveries d WHERE d.episode_id = e.episode_id), e.run_id) AS player
+    FROM v_episodes e WHERE e.episode_id = {episode_id}
+)
+SELECT r.name AS run, o.episode_id, (SELECT count(*) FROM v_turns t WHERE t.episode_id = o.episode_id) AS turns, d.reward, d.state,
+       d.ended_step AS step, d.advantage, d.reason
+FROM mine m
+JOIN v_episodes o ON o.name = m.name
+JOIN v_runs r ON r.run_id = o.run_id
+LEFT JOIN v_deliveries d ON d.episode_id = o.episode_id
+WHERE o.run_id = m.player OR d.source_run_id = m.player
+ORDER BY o.episode_id LIMIT {most}"""
 
 TOOL_CALLS = """-- The calls of an episode's tools whose effects are outside, each at the turn after whose begin it was asked.
 SELECT (SELECT max(t.number) FROM v_turns t WHERE t.episode_id = c.episode_id AND t.begun_at <= c.asked_at) AS turn, c.tool, c.state,

@@ -61,6 +61,18 @@ UNION ALL
 SELECT 'calls of tools without their episode', count(*)
 FROM tool_calls c LEFT JOIN episodes e ON e.episode_id = c.episode_id AND e.run_id = c.run_id WHERE e.episode_id IS NULL
 UNION ALL
+SELECT 'deliveries without their episode', count(*)
+FROM deliveries d LEFT JOIN episodes e ON e.episode_id = d.episode_id AND e.run_id = d.run_id WHERE e.episode_id IS NULL
+UNION ALL
+SELECT 'delivered turns that are no turns of their delivery''s episode', count(*)
+FROM delivered_turns o
+LEFT JOIN deliveries d ON d.delivery_id = o.delivery_id
+LEFT JOIN turns u ON u.group_id = o.group_id
+WHERE d.delivery_id IS NULL OR u.group_id IS NULL OR u.episode_id <> d.episode_id
+UNION ALL
+SELECT 'episodes that were delivered more than once', count(*)
+FROM (SELECT episode_id FROM deliveries GROUP BY episode_id HAVING count(*) > 1) twice
+UNION ALL
 SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
 UNION ALL
 SELECT 'steps of an attempt that was never granted', count(*)

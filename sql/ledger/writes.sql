@@ -156,6 +156,32 @@ VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content
 INSERT INTO turn_samples (sample_id, sha256)
 VALUES (:p_sample_id, :p_sha256);
 
+-- Delivered
+INSERT INTO deliveries (delivery_id, run_id, source_run_id, episode_id, group_delivery_id, step, prompt_index,
+    episode_index, reward, version, episode_rows, state, reason, ended_step, ended_attempt, advantage, delivered_at)
+VALUES (:p_delivery_id, :p_run_id, :p_source_run_id, :p_episode_id, :p_group, :p_step, :p_prompt_index,
+    :p_episode_index, :p_reward, :p_version, :p_rows, :p_state, :p_reason, 0, 0, NULL, :p_at);
+
+-- TurnDelivered
+INSERT INTO delivered_turns (group_id, run_id, delivery_id)
+VALUES (:p_group_id, :p_run_id, :p_delivery_id);
+
+-- DeliveryTaken
+UPDATE deliveries
+SET state=:p_outcome, reason=:p_reason, ended_step=:p_step, ended_attempt=:p_attempt, advantage=:p_advantage,
+    ended_at=:p_at
+WHERE deliveries.delivery_id = :p_delivery_id;
+
+-- DeliveryReopened
+UPDATE deliveries
+SET state='due', reason='', ended_step=0, ended_attempt=0, advantage=NULL, ended_at=NULL
+WHERE deliveries.delivery_id = :p_delivery_id;
+
+-- DeliveryEnded
+UPDATE deliveries
+SET state=:p_state, reason=:p_reason, ended_at=:p_at
+WHERE deliveries.delivery_id = :p_delivery_id;
+
 -- ToolAsked
 INSERT INTO tool_calls (call_id, episode_id, run_id, call, tool, asker, answer, asked_at)
 VALUES (:p_call_id, :p_episode_id, :p_run_id, :p_call, :p_tool, :p_asker, NULL, :p_at);

@@ -130,9 +130,11 @@ def served(daemon: LiveDaemon, run: Run, folder: Path) -> Iterator[LiveGateway]:
 
 
 @contextlib.contextmanager
-def worker(daemon: LiveDaemon, name: str = "w", pace: float = 0.01) -> Iterator[ScriptedWorker]:
+def worker(
+    daemon: LiveDaemon, name: str = "w", pace: float = 0.01, run: str = "r"
+) -> Iterator[ScriptedWorker]:
     """A worker at work."""
-    made = ScriptedWorker(daemon.state_dir, daemon.worker_key(f"job-{name}"), name, pace)
+    made = ScriptedWorker(daemon.state_dir, daemon.worker_key(f"job-{name}", run), name, pace, run)
     made.start()
     try:
         yield made

@@ -13,10 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from scavenger.client import Client
+from scavenger.config import AgentPolicy
 from scavenger.gateway import identity
 from tests.gateway.conftest import SECRET, LiveGateway, served, worker, write_model
-from tests.router.harness import token
-from tests.router.test_edge import eventually
+from tests.router.harness import SPEC, token
+from tests.router.test_edge import config_of, eventually, publish
 
 ADMIN = {"Authorization": f"Bearer {identity.admin_key(SECRET)}"}
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "logprobs": 1}}
@@ -506,3 +508,36 @@ def test_a_request_before_the_daemon_is_there_waits_for_it(live: LiveGateway) ->
         live.daemon.start()
         asking.join(60)
     assert found[0].status_code == 200
+
+
+# ---------------------------------------------------------------- another run answers for an agent
+
+
+def test_an_agent_is_answered_by_the_run_that_is_named_and_by_no_run_that_is_not(live: LiveGateway) -> None:
+    """One daemon, one owner, and a second run that takes this one's episodes."""
+    daemon = live.daemon
+    config = config_of(daemon.state_dir)
+    section = config.run.model_copy(update={"name": "s"})
+    other = config.model_copy(
+        update={"run": section, "data": config.data.model_copy(update={"episodes_of": "r"})}
+    )
+    mine = config.model_copy(
+        update={"data": config.data.model_copy(update={"policies": {"solver": AgentPolicy(run="s")}})}
+    )
+    with Client.connect(daemon.state_dir) as client, Client.connect(daemon.state_dir) as again:
+        run = client.open_run(other, engine=SPEC, tokenizer="", resume_step=0)
+        publish(run, 1)
+        publish(again.open_run(mine, engine=SPEC, tokenizer="", resume_step=0), 1)
+        live.gateway.policies = frozenset({"s", "t"})
+        with worker(daemon, "of-s", run="s"), worker(daemon, "of-r"):
+            answers = [
+                live.post("/inference/v1/generate", BODY, **headers).status_code
+                for headers in ({}, {"X-Scavenger-Policy": "s"}, {"X-Scavenger-Policy": "s"})
+            ]
+        assert answers == [200, 200, 200]
+        named = "SELECT r.name FROM turns t JOIN runs r ON r.run_id = t.run_id ORDER BY t.group_id"
+        assert daemon.query(named) == [("r",), ("s",)], "each is generated once, by its own run"
+        absent = live.post("/inference/v1/generate", BODY, **{"X-Scavenger-Policy": "t"})
+        assert (absent.status_code, "'t'" in absent.text) == (400, True)
+        stranger = live.post("/inference/v1/generate", BODY, **{"X-Scavenger-Policy": "x"})
+        assert (stranger.status_code, "data.policies names: s, t" in stranger.text) == (403, True)

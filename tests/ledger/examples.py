@@ -207,6 +207,11 @@ def an_episode() -> list[r.Record]:
         r.ToolAsked(1, 1, 1, "0.ab.0", "mail.send", b"\3" * 16, T0 + 20.25),
         r.ToolAnswered(1, b'{"content":[]}', T0 + 20.75),
         r.ToolAsked(2, 1, 1, "0.ab.1", "mail.send", b"\3" * 16, T0 + 20.5),
+        r.Delivered(1, 1, 1, 1, 1, 1, 0, 0, 0.5, 1, b"\x90", "due", "", T0 + 20.8),
+        r.TurnDelivered(10, 1, 1),
+        r.DeliveryTaken(1, "consumed", "", 1, 1, 0.25, T0 + 20.9),
+        r.DeliveryReopened(1, 2, T0 + 20.95),
+        r.DeliveryEnded(1, "dropped", "the run finished", T0 + 21),
         r.EpisodeEnded(1, "ended", "its gateway ended it", T0 + 21),
     ]
 

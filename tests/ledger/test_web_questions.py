@@ -619,3 +619,31 @@ def masked() -> list[r.Record]:
         r.SampleFinished(71, "stop", 4, T0 + 10),
         r.SampleEnded(71, "masked", "the verifier failed", 1, 1, None, None, T0 + 12),
     ]
+
+
+def test_an_episode_of_two_policies_names_whose_turns_are_where(url: str) -> None:
+    """Run 2 plays the episode, and run 1 answered in it for an agent."""
+    played = [
+        msgspec.structs.replace(r_one, run_id=2, name="player")
+        for r_one in prologue()
+        if isinstance(r_one, r.RunCreated)
+    ]
+    parts = [
+        msgspec.structs.replace(one, source_run_id=2) if isinstance(one, r.Delivered) else one
+        for one in an_episode()
+    ]
+    of_player = [r.EpisodeBegun(2, 2, "sorting-1", T0 + 20), r.EpisodeBegun(3, 2, "another", T0 + 20)]
+    written(url, [*everything()[:6], [*played, *parts, *of_player]])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as c:
+            found = ask(c, filled(questions.POLICIES, episode_id=1, most=9))
+            assert found == ask(c, filled(questions.POLICIES, episode_id=2, most=9)), "from either part"
+            page = pages.episode(c, _NoContents(), 1)
+    finally:
+        engine.dispose()
+    assert [(row["run"] == "player", row["turns"], row["state"]) for row in found] == [
+        (False, 1, "dropped"),
+        (True, 0, None),
+    ]
+    assert "Policies" in [panel.title for panel in page.panels]

@@ -267,8 +267,11 @@ def hello(session: str, node: str = "n", **change: object) -> messages.WorkerHel
 class ScriptedWorker(threading.Thread):
     """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; registers again whenever the daemon falls silent."""
 
-    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01) -> None:
+    def __init__(
+        self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01, run: str = "r"
+    ) -> None:
         super().__init__(name=session)
+        self._of = run
         self.ledger = ""
         self._dir, self._pair, self._session, self._pace = state_dir, pair, session, pace
         self.halt = threading.Event()
@@ -313,7 +316,7 @@ class ScriptedWorker(threading.Thread):
         self.registered = False
         held = tuple(messages.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
         loaded: dict[str, Any] = {"loaded_version": self.loaded, "loaded_root": b"root-%d" % self.loaded}
-        peer.say(hello(self._session, held=held, ledger=self.ledger, **loaded))
+        peer.say(hello(self._session, run=self._of, held=held, ledger=self.ledger, **loaded))
 
     def _generate(self, peer: Peer) -> None:
         chunks = []

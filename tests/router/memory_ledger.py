@@ -70,6 +70,8 @@ class Ledger:
         self.group_versions: dict[int, int] = {}
         self.samples: dict[int, Row] = {}
         self.episodes: dict[int, rec.EpisodeState] = {}
+        self.deliveries: dict[int, rec.DeliveryState] = {}
+        self.delivered_turns: dict[int, int] = {}  # turn -> its delivery
         self.turns: dict[int, rec.TurnBegun] = {}
         self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
         self.apart: dict[tuple[int, int, int], rec.DifferencesRecorded] = {}
@@ -158,6 +160,23 @@ class Ledger:
                 )
                 assert len(self.prompt(record.group_id)) == 4 * record.prompt_tokens
                 self.prompt_bytes += len(self.groups[record.group_id].prompt)
+            case rec.Delivered():
+                self._deliver(record)
+            case rec.TurnDelivered(group_id=group_id):
+                assert group_id not in self.delivered_turns, "a turn is delivered twice"
+                delivery = self.deliveries[record.delivery_id]
+                assert self.turns[group_id].run_id == delivery.run_id, "a turn is delivered to another policy"
+                episode = self.episodes[self.turns[group_id].episode_id]
+                assert episode.name == delivery.episode, "a turn of another episode"
+                self.delivered_turns[group_id] = record.delivery_id
+            case rec.DeliveryTaken():
+                self._end_delivery(record.delivery_id, record.outcome, record.step)
+            case rec.DeliveryReopened(delivery_id=delivery_id):
+                found = self.deliveries[delivery_id]
+                assert found.state in ("consumed", "filtered", "masked"), "what no step took is due again"
+                self.deliveries[delivery_id] = msgspec.structs.replace(found, state="due", ended_step=0)
+            case rec.DeliveryEnded():
+                self._end_delivery(record.delivery_id, record.state, 0)
             case rec.ToolAsked():
                 assert self.episodes[record.episode_id].state == "open", "a tool of an episode that ended"
                 mine = (record.episode_id, record.call)
@@ -194,6 +213,35 @@ class Ledger:
                 self.events.append(record)
             case _:
                 self._apply_sample(record)
+
+    def _deliver(self, record: rec.Delivered) -> None:
+        episode = self.episodes[record.episode_id]
+        assert episode.run_id == record.run_id, "an episode of one policy is delivered to another"
+        assert not episode.delivered, "an episode is delivered twice"
+        self.episodes[record.episode_id] = msgspec.structs.replace(episode, delivered=True)
+        source = self.runs[record.source_run_id]["created"]
+        assert isinstance(source, rec.RunCreated)
+        assert record.delivery_id not in self.deliveries
+        self.deliveries[record.delivery_id] = rec.DeliveryState(
+            record.delivery_id,
+            record.run_id,
+            source.name,
+            record.group,
+            record.step,
+            record.prompt_index,
+            record.episode_index,
+            episode.name,
+            record.reward,
+            record.version,
+            record.rows,
+            record.state,
+            0,
+        )
+
+    def _end_delivery(self, delivery_id: int, state: str, step: int) -> None:
+        found = self.deliveries[delivery_id]
+        assert found.state == "due", f"a delivery that is {found.state} is {state}"
+        self.deliveries[delivery_id] = msgspec.structs.replace(found, state=state, ended_step=step)
 
     def prompt(self, group_id: int) -> bytes:
         """The whole prompt of a group, from what is stored."""
@@ -408,6 +456,12 @@ class Ledger:
             self._takes(),
             next_episode_id=after(self.episodes),
             next_tool_call_id=after(self.tool_calls),
+            next_delivery_id=after(self.deliveries),
+            deliveries=tuple(
+                one
+                for one in self.deliveries.values()
+                if one.state in ("due", "consumed", "filtered", "masked") and one.run_id in active
+            ),
             tool_calls=tuple(
                 call
                 for call in self.tool_calls.values()

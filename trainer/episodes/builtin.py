@@ -1,4 +1,5 @@
-"""Environments that are built in: `data.environment = "builtin:calculator"`. For the demo and for tests: no package `verifiers` is needed.
+"""Environments that are built in: `data.environment = "builtin:calculator"`, and `"builtin:proposer-solver"` with two agents. For the
+demo, examples and tests: no package `verifiers` is needed.
 
 They take the way of every other environment: a worker's process, the relay, the gateway, calls that have names. A conversation is token
 ids throughout: what the model said goes on as it was generated, and only what the environment adds is tokenised. Their tools run in this
@@ -25,10 +26,11 @@ from tokenizers import Tokenizer
 from scavenger.errors import ConfigError
 from trainer.episodes import branches, wire
 from trainer.episodes.relay import SESSION, Playing, Relay
-from trainer.tasks import calculator
+from trainer.tasks import calculator, proposer_solver
 
 PREFIX = "builtin:"
-NAMES = ("calculator",)
+#: Of each environment its agents.
+AGENTS = {"calculator": ("agent",), "proposer-solver": proposer_solver.AGENTS}
 
 
 def is_built_in(environment: str) -> bool:
@@ -39,11 +41,13 @@ def check(setup: wire.Setup) -> None:
     """Raises `ConfigError` where a built-in environment is unknown, or has settings that mean nothing to it."""
     if not is_built_in(setup.environment):
         return
-    if setup.environment.removeprefix(PREFIX) not in NAMES:
-        known = ", ".join(f'"{PREFIX}{name}"' for name in NAMES)
+    agents = AGENTS.get(setup.environment.removeprefix(PREFIX))
+    if agents is None:
+        known = ", ".join(f'"{PREFIX}{name}"' for name in AGENTS)
         raise ConfigError(
             f"{setup.environment!r} is not built in", f"name one of {known}, or a package of verifiers"
         )
+    refuse_unknown_agents(setup, agents)
     for key, there in (
         ("environment_args", json.loads(setup.arguments) != {}),
         ("renderer", json.loads(setup.renderer) != {}),
@@ -59,6 +63,16 @@ def check(setup: wire.Setup) -> None:
             raise ConfigError(
                 f"data.{key} does not go with {setup.environment!r}: {why}", f"leave data.{key} out"
             )
+
+
+def refuse_unknown_agents(setup: wire.Setup, agents: Sequence[str]) -> None:
+    """Raises `ConfigError` where `data.policies` names an agent that the environment does not have."""
+    if unknown := sorted(set(setup.policies) - set(agents)):
+        known = ", ".join(agents)
+        raise ConfigError(
+            f"data.policies names {unknown[0]!r}, which is no agent of {setup.environment!r}",
+            f"its agents are: {known}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,7 @@ class BuiltIn:
             raise ConfigError(
                 f"{path} cannot be read: {error}", "name a model with a tokenizer.json"
             ) from error
+        self._task: Any = proposer_solver if setup.environment.endswith("proposer-solver") else calculator
         text = calculator.prompt(calculator.task(0))
         if self._tokenizer.decode(self._encoded(text)).replace(" ", "") != text:
             raise ConfigError(
@@ -122,15 +137,17 @@ class BuiltIn:
             yield
 
     def ready(self) -> wire.Ready:
-        source = Path(calculator.__file__).read_bytes()
+        source = Path(self._task.__file__).read_bytes()
         version = f"{self._setup.environment}@{blake3(source).hexdigest(8)}"
-        return wire.Ready(calculator.TASKS, blake3(version.encode()).hexdigest(16), version)
+        return wire.Ready(self._task.TASKS, blake3(version.encode()).hexdigest(16), version)
 
     async def play(self, ask: wire.Play, playing: Playing) -> wire.Played:
         """One episode, from its prompt to its reward. Raises nothing but what ends this process."""
         try:
+            if self._task is proposer_solver:
+                return await self._two_agents(ask, playing)
             return await self._played(ask, playing)
-        except (_Failed, httpx2.HTTPError, ValueError) as error:
+        except (_Failed, httpx2.HTTPError, TimeoutError, ValueError) as error:
             return wire.Played(ask.episode, error=type(error).__name__.lstrip("_"), output=str(error))
 
     async def _played(self, ask: wire.Play, playing: Playing) -> wire.Played:
@@ -153,6 +170,39 @@ class BuiltIn:
             over.why,
         )
 
+    async def _two_agents(self, ask: wire.Play, playing: Playing) -> wire.Played:
+        """One turn of each: rows, calls and rewards by the run that answers for the agent."""
+        talks: dict[str, _Conversation] = {}
+
+        async def said(agent: str, text: str) -> str:
+            rollout, talk = uuid.uuid4().hex, talks.setdefault(agent, _Conversation())
+            self._relay.agent(playing, rollout, self._setup.policies.get(agent, ""))
+            talk.heard(self._encoded(text))
+            return await self._turn(ask, rollout, talk, most=1)
+
+        async with asyncio.timeout(self._setup.seconds):
+            proposal = await said(proposer_solver.PROPOSER, proposer_solver.hint(ask.task))
+            question = proposer_solver.asked(proposal)
+            answer = await said(proposer_solver.SOLVER, question) if question else None
+        rewards = proposer_solver.rewards(proposal, answer)
+        parts = {
+            policy: _part(policy, self._setup, talks, rewards, playing)
+            for policy in ("", *_others(self._setup))
+        }
+        mine = parts.pop("")
+        if mine is None:
+            return wire.Played(ask.episode, error="no agent of this run spoke")
+        taken = playing.taken()
+        return wire.Played(
+            ask.episode,
+            mine.reward,
+            {f"reward_{agent}": reward for agent, reward in sorted(rewards.items())},
+            mine.branches,
+            mine.calls,
+            tuple(version for _, version in taken),
+            others=tuple(part for part in parts.values() if part is not None),
+        )
+
     async def _to_the_end(
         self, terms: tuple[int, ...], ask: wire.Play, rollout: str, talk: _Conversation
     ) -> calculator.Ended:
@@ -172,9 +222,9 @@ class BuiltIn:
             if len(talk.tokens) >= limits.context_length:
                 return calculator.Ended(0.0, "context_length")
 
-    async def _turn(self, ask: wire.Play, rollout: str, talk: _Conversation) -> str:
-        """What the model says next. Raises `_Failed`."""
-        room = self._setup.context_length - len(talk.tokens)
+    async def _turn(self, ask: wire.Play, rollout: str, talk: _Conversation, most: int = 0) -> str:
+        """What the model says next, `most` tokens where that is not 0. Raises `_Failed`."""
+        room = most or self._setup.context_length - len(talk.tokens)
         most = min(int(ask.sampling.get("max_tokens") or room), room)  # type: ignore[arg-type]  # a whole number: the run checked it
         body: dict[str, Any] = {
             "token_ids": talk.tokens,
@@ -193,3 +243,27 @@ class BuiltIn:
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _others(setup: wire.Setup) -> list[str]:
+    """The other runs that answer for agents."""
+    return sorted(set(setup.policies.values()))
+
+
+def _part(
+    policy: str,
+    setup: wire.Setup,
+    talks: dict[str, _Conversation],
+    rewards: dict[str, float],
+    playing: Playing,
+) -> wire.PolicyPart | None:
+    """What the agents of one run said, and the mean of their rewards; None where none of them spoke. `policy` "": of this run."""
+    mine = [agent for agent in talks if setup.policies.get(agent, "") == policy]
+    if not mine:
+        return None
+    return wire.PolicyPart(
+        policy or setup.name,
+        sum(rewards[agent] for agent in mine) / len(mine),
+        branches.rows_of([talks[agent].nodes for agent in mine]),
+        tuple(call for call, _ in playing.taken(policy)),
+    )

@@ -78,6 +78,7 @@ def setup_of(config: RunConfig, endpoint: str) -> wire.Setup:
         sandbox_of(config),
         data.effects,
         data.on_doubt,
+        {agent: one.run for agent, one in data.policies.items() if one.run != config.run.name},
     )
 
 

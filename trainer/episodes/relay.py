@@ -37,6 +37,8 @@ from trainer.episodes import naming, tools
 from trainer.episodes.naming import Calls, Setting
 
 SESSION = "x-session-id"
+#: By which the gateway knows that another run answers for an agent.
+POLICY = "x-scavenger-policy"
 #: Of a tool server without a name, in addresses.
 NAMELESS = "-"
 #: What the package sends along and the gateway has no use for: of sampling, and of the body.
@@ -61,6 +63,7 @@ class Playing:
     setting: Setting
     calls: Calls = field(default_factory=Calls)
     agents: dict[str, int] = field(default_factory=dict)  # by rollout, in the order in which they began
+    policies: dict[int, str] = field(default_factory=dict)  # by agent: the other run that answers for it
     versions: dict[tuple[int, int], int] = field(default_factory=dict)  # of the weights, by agent and number
     seconds: float = 0.0  # that its calls took
     notes: list[str] = field(default_factory=list)
@@ -72,9 +75,13 @@ class Playing:
     )  # tools, by their calls' names
     held: int = 0  # bytes of the bodies of its calls
 
-    def taken(self) -> list[tuple[str, int]]:
-        """The calls that it consists of, with the version that answered each."""
-        return [(call.name, self.versions[place]) for place, call in sorted(self.calls.taken.items())]
+    def taken(self, policy: str = "") -> list[tuple[str, int]]:
+        """The calls that this run answered, or the other run `policy`, with the version that answered each."""
+        return [
+            (call.name, self.versions[place])
+            for place, call in sorted(self.calls.taken.items())
+            if self.policies.get(place[0], "") == policy
+        ]
 
 
 class _Server(uvicorn.Server):
@@ -120,9 +127,11 @@ class Relay:
         self._by_rollout[rollout].servers[rollout, name or NAMELESS] = tools.Server(name, url)
         return f"{self.base_url}/tools/{rollout}/{name or NAMELESS}"
 
-    def agent(self, playing: Playing, rollout: str) -> int:
-        """A rollout of the episode begins. Its number among them."""
+    def agent(self, playing: Playing, rollout: str, policy: str = "") -> int:
+        """A rollout of the episode begins, for which the run `policy` answers, "" for this one. Its number among them."""
         number = playing.agents.setdefault(rollout, len(playing.agents))
+        if policy:
+            playing.policies[number] = policy
         self._by_rollout[rollout] = playing
         return number
 
@@ -274,6 +283,8 @@ class Relay:
                 "x-request-id": call.name,
                 "content-type": "application/json",
             }
+            if policy := playing.policies.get(call.agent):
+                headers[POLICY] = policy
             tries += 1
             try:
                 answer = await self._http.post(f"{self._gateway}{path}", content=body, headers=headers)

@@ -28,53 +28,12 @@ from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from trainer.data.batching import TrainRow
 from trainer.episodes import wire
+from trainer.episodes.passing import Daemon, PassingRun
 
 #: Between two looks at the daemon while episodes are waited for.
 LOOK_S = 0.25
 #: Lives of one episode that end for no fault of its environment's.
 MOST_LIVES = 8
-
-
-class Daemon(Protocol):
-    """`scavenger.client.Run`."""
-
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def last_step(self) -> int: ...
-    @property
-    def next_version(self) -> int: ...
-    @property
-    def fleet(self) -> messages.Fleet: ...
-    @property
-    def reserved_order(self) -> int: ...
-    @property
-    def versions(self) -> tuple[tuple[int, int, bytes], ...]: ...
-    @property
-    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
-    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
-    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
-    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
-    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]: ...
-    def trained(
-        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
-    ) -> None: ...
-    def commit(
-        self,
-        step: int,
-        version: int,
-        outcomes: Sequence[messages.SampleOutcome],
-        metrics: dict[str, float],
-        purpose: str = "train",
-        episodes: Sequence[messages.EpisodeOutcome] = (),
-        decisions: Sequence[messages.DataDecision] = (),
-        differences: Sequence[messages.TokenDifferences] = (),
-    ) -> None: ...
-    def checkpoint(
-        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
-    ) -> None: ...
-    def close_run(self, state: str, reason: str = "") -> None: ...
 
 
 class Pool(Protocol):
@@ -195,7 +154,7 @@ class PlaySettings:
         )
 
 
-class EpisodeRun:
+class EpisodeRun(PassingRun):
     """See the module. The loop's `TrainerRun`, and scoring's `Episodes`."""
 
     def __init__(
@@ -206,7 +165,8 @@ class EpisodeRun:
         settings: PlaySettings,
         say: Callable[[str], None] = print,
     ) -> None:
-        self._run, self._pool, self._gateway, self._settings, self._say = run, pool, gateway, settings, say
+        super().__init__(run)
+        self._pool, self._gateway, self._settings, self._say = pool, gateway, settings, say
         self._roots = {version: root for _, version, root in run.versions}
         self._next_group = self._next_episode = self._next_row = 1
         self._by_name: dict[str, _Episode] = {}  # under way
@@ -215,61 +175,9 @@ class EpisodeRun:
         self._looked_at = 0.0
         self._lost_before = (0, 0)  # workers and episodes that the last commit told of
 
-    # ---------------------------------------------------------------- as the daemon's run
-
-    @property
-    def attempt(self) -> int:
-        return self._run.attempt
-
-    @property
-    def last_step(self) -> int:
-        return self._run.last_step
-
-    @property
-    def next_version(self) -> int:
-        return self._run.next_version
-
-    @property
-    def fleet(self) -> messages.Fleet:
-        return self._run.fleet
-
-    @property
-    def reserved_order(self) -> int:
-        return self._run.reserved_order
-
-    @property
-    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]:
-        return self._run.pass_rates
-
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
-        self._run.publish(step, manifest, *sources)
+        super().publish(step, manifest, *sources)
         self._roots[manifest.version] = manifest.root
-
-    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
-        self._run.set_reserved(awake, bytes_held)
-
-    def end_reserved(self, names: Sequence[str], reason: str) -> None:
-        self._run.end_reserved(names, reason)
-
-    def trained(
-        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
-    ) -> None:
-        self._run.trained(step, groups, tokens, seconds, scored, reward_s)
-
-    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
-        return self._run.defer_late(step, groups)
-
-    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
-        """Nobody knows yet which engine said which turn."""
-        return ()
-
-    def checkpoint(
-        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
-    ) -> None:
-        self._run.checkpoint(step, version, root, path, kept)
-
-    def close_run(self, state: str, reason: str = "") -> None:
-        self._run.close_run(state, reason)
 
     # ---------------------------------------------------------------- played
 
@@ -348,7 +256,15 @@ class EpisodeRun:
                     )
                 episode.lost = reason
         if all(one.over for one in episode.group.episodes):
+            self._deliver(episode.group)
             self._done.append(self._whole(episode.group))
+
+    def _deliver(self, group: _Group) -> None:
+        """What other runs' policies said in the group's episodes goes to their trainers. Of an evaluation nothing is trained."""
+        if group.purpose != "train":
+            return
+        for policy, shares in shares_of(group.episodes).items():
+            self._run.deliver(policy, group.step, group.spec.prompt_index, shares)
 
     def _wrong_weights(self, group: _Group, played: wire.Played) -> str:
         """Why the turns are not of the step's weights; "" where they are."""
@@ -481,6 +397,23 @@ def sampling_of(how: messages.Sampling) -> dict[str, float | int | list[str]]:
     found |= {"top_k": how.top_k} if how.top_k else {}
     found |= {"min_tokens": how.min_tokens} if how.min_tokens else {}
     return found | ({"stop": list(how.stop)} if how.stop else {})
+
+
+def shares_of(episodes: Sequence[_Episode]) -> dict[str, list[messages.EpisodeShare]]:
+    """By the name of another run: what its policy said in the episodes that count."""
+    found: dict[str, list[messages.EpisodeShare]] = {}
+    for episode in episodes:
+        for part in episode.played.others if episode.played is not None else ():
+            if not part.branches or not part.calls:
+                continue
+            requests = tuple(messages.named_request(episode.name, call, part.run) for call in part.calls)
+            rows = tuple(
+                messages.DeliveredRow(one.prompt, one.completion, one.mask, one.behaviour)
+                for one in part.branches
+            )
+            share = messages.EpisodeShare(episode.name, episode.index, part.reward, requests, rows)
+            found.setdefault(part.run, []).append(share)
+    return dict(sorted(found.items()))
 
 
 def outcomes_of(

@@ -18,7 +18,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from scavenger.errors import WireError
-from scavenger.protocol.messages.common import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, BoundedText
+from scavenger.protocol.messages import MAX_POLICIES
+from scavenger.protocol.messages.common import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, BoundedText, RunName
 
 #: Between two signs of life over a socket, and the silence after which the other side counts as lost.
 BEAT_S, LEASE_S = 2.0, 15.0
@@ -60,6 +61,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     sandbox: Sandbox | None = None
     effects: str = "none"
     on_doubt: str = "fail"
+    policies: dict[str, RunName] = {}  # agent -> the other run that answers for it
 
 
 class Play(msgspec.Struct, frozen=True, tag="play"):
@@ -93,6 +95,15 @@ class Branch(msgspec.Struct, frozen=True):
     trained: int
 
 
+class PolicyPart(msgspec.Struct, frozen=True):
+    """What agents of another run's said in an episode: its name, their reward (the mean, of several), rows and calls, as in `Played`."""
+
+    run: RunName
+    reward: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+    branches: Annotated[tuple[Branch, ...], msgspec.Meta(max_length=MOST_CALLS)]
+    calls: Annotated[tuple[BoundedText, ...], msgspec.Meta(max_length=MOST_CALLS)]
+
+
 class Played(msgspec.Struct, frozen=True, tag="played"):
     """An episode is over. `error`: why it counts for nothing. `again`: why it must be played anew, under another name; `gone`: because the
     ledger has ended this one. `final`: nor is another try made of one that failed. `note`: what else was found, such as where it branched.
@@ -100,6 +111,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
     "length" where a limit ended it, else "stop".
     `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`. `worker`: who played it; the pool says so.
+    `others`: what agents said for which another run answers; the rest is of this run's agents alone.
     """
 
     episode: str
@@ -119,6 +131,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     final: bool = False
     note: Words = ""
     worker: str = ""
+    others: Annotated[tuple[PolicyPart, ...], msgspec.Meta(max_length=MAX_POLICIES)] = ()
 
     def __post_init__(self) -> None:
         if len(self.calls) != len(self.versions):

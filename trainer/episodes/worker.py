@@ -143,7 +143,7 @@ class Environment:
         import verifiers.v1 as vf
 
         def begun(trace: Any) -> None:
-            self._relay.agent(playing, trace.id)
+            self._relay.agent(playing, trace.id, self._setup.policies.get(trace.agent.name, ""))
             trace.info["seed"] = ask.seed
 
         client = vf.TrainClientConfig(
@@ -157,27 +157,39 @@ class Environment:
         over = self._boxed.of([trace.id for trace in episode.traces]) if self._boxed is not None else None
         if not episode.ok and over is not None:
             # What the agent did, no failure of its environment: to be trained, not tried again.
-            return result_of(ask.episode, episode, playing, over)
+            return result_of(ask.episode, episode, playing, over, self._setup.policies)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             last = errors[-1] if errors else None
             what = last.type if last is not None else "no error was noted"
             said = f"{last.message}\n{last.traceback or ''}" if last is not None else ""
             return wire.Played(ask.episode, error=what, output=said[-4000:])
-        return result_of(ask.episode, episode, playing)
+        return result_of(ask.episode, episode, playing, policies=self._setup.policies)
 
 
-def result_of(name: str, episode: Any, playing: Playing, over: BoxEnded | None = None) -> wire.Played:
+def result_of(
+    name: str,
+    episode: Any,
+    playing: Playing,
+    over: BoxEnded | None = None,
+    policies: Mapping[str, str] | None = None,
+) -> wire.Played:
     """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards.
 
-    `over`: the limit of its sandbox that an agent reached: nobody can reward such an episode, and its reward is 0.
+    `over`: the limit of its sandbox that an agent reached: nobody can reward such an episode, and its reward is 0. `policies`: agent ->
+    the other run that answers for it.
     """
-    traces = [trace for trace in episode.traces if trace.agent.trainable]
-    paths = [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
-    rewards = [0.0 if over is not None else float(trace.reward) for trace in traces]
-    reward = math.fsum(rewards) / len(rewards) if rewards else math.nan
-    if not math.isfinite(reward):
-        return wire.Played(name, error=f"its reward is {reward}" if rewards else "no agent of it trains")
+    by_policy: dict[str, list[Any]] = {"": []}
+    for trace in episode.traces:
+        if trace.agent.trainable:
+            by_policy.setdefault((policies or {}).get(trace.agent.name, ""), []).append(trace)
+    rewards = {policy: _reward_of(traces, over) for policy, traces in by_policy.items()}
+    for policy, value in rewards.items():
+        if not math.isfinite(value):
+            whose = f" of run {policy!r}" if policy else ""
+            none = "no agent of it trains"
+            return wire.Played(name, error=f"its reward{whose} is {value}" if by_policy[policy] else none)
+    traces, reward = by_policy.pop(""), rewards.pop("")
     taken = playing.taken()
     stopped = (
         [f"sandbox:{over.limit}"] if over is not None else [trace.stop_condition or "" for trace in traces]
@@ -186,11 +198,29 @@ def result_of(name: str, episode: Any, playing: Playing, over: BoxEnded | None =
         name,
         reward,
         parts_of(traces),
-        branches.rows_of(paths),
+        _rows_of(traces),
         tuple(call for call, _ in taken),
         tuple(version for _, version in taken),
         "length" if any(trace.is_truncated or trace.is_timeout for trace in traces) else "stop",
         next((one for one in stopped if one), ""),
+        others=tuple(
+            wire.PolicyPart(
+                policy, rewards[policy], _rows_of(mine), tuple(call for call, _ in playing.taken(policy))
+            )
+            for policy, mine in sorted(by_policy.items())
+        ),
+    )
+
+
+def _reward_of(traces: list[Any], over: BoxEnded | None) -> float:
+    """The mean; NaN where there is none."""
+    rewards = [0.0 if over is not None else float(trace.reward) for trace in traces]
+    return math.fsum(rewards) / len(rewards) if rewards else math.nan
+
+
+def _rows_of(traces: list[Any]) -> tuple[wire.Branch, ...]:
+    return branches.rows_of(
+        [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
     )
 
 
@@ -232,6 +262,7 @@ def limited(config: Any, setup: wire.Setup) -> Any:
     from verifiers.v1.configs.agent import agent_config_fields
 
     roles = {}
+    builtin.refuse_unknown_agents(setup, list(agent_config_fields(config)))
     for name, role in agent_config_fields(config).items():
         changes: dict[str, Any] = {}
         if "runtime" not in role.model_fields_set:

@@ -131,6 +131,8 @@ def check(
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
     if config.data.environment:
         yield _ask("environment", lambda: _environment(config, seen), seen.tokenizer)
+    elif config.data.episodes_of:
+        yield StartFinding("episodes", note=f"run {config.data.episodes_of} plays them")
     else:
         yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
         yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)

@@ -34,6 +34,7 @@ CONTENTS: dict[str, frozenset[str]] = {
     "groups": frozenset({"prompt", "meta"}),
     "tool_calls": frozenset({"answer"}),
     "token_differences": frozenset({"differences"}),
+    "deliveries": frozenset({"episode_rows"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
 _COMMON = frozenset(
@@ -49,6 +50,8 @@ ORDER = (
     "token_differences",
     "turn_samples",
     "samples",
+    "delivered_turns",
+    "deliveries",
     "turns",
     "groups",
     "tool_calls",

@@ -26,6 +26,7 @@ from scavenger.ledger.read import reader
 from scavenger.ledger.read.reports import utc
 from scavenger.ledger.schema import (
     chunks,
+    deliveries,
     groups,
     runs,
     sample_ends,
@@ -269,5 +270,7 @@ def _finish(connection: sa.Connection, run_id: int, name: str, now: float) -> No
     _take_names(connection, run_id)
     answered = (tool_calls.c.run_id == run_id, tool_calls.c.answer.is_not(None))
     connection.execute(sa.update(tool_calls).where(*answered).values(answer=b""))
+    # What its policy said, and the prompts that it was asked: the run's own tokens, whichever run played the episodes.
+    connection.execute(sa.update(deliveries).where(deliveries.c.run_id == run_id).values(episode_rows=b""))
     words = sa.case((runs.c.reason != "", PURGED), else_=runs.c.reason)
     connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now, reason=words))

@@ -223,6 +223,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
     with reading(engine) as connection:
         runs = _runs(connection)
         groups: list[r.OpenGroup] = []
+        deliveries: list[r.DeliveryState] = []
         for run in runs:
             if run.ended:
                 continue  # nothing of it is in flight; a resume reads its groups by `replay_groups`
@@ -230,7 +231,10 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
                 run.config, [(checkpoint.step, checkpoint.kept) for checkpoint in run.checkpoints]
             )
             # An attempt that resumed from an older checkpoint than those that are kept may replay from there.
-            groups.extend(_groups(connection, run.created.run_id, min(final, run.last_step)))
+            after = min(final, run.last_step)
+            groups.extend(_groups(connection, run.created.run_id, after))
+            taken = _ask(connection, "snapshot_deliveries", run_id=run.created.run_id, after_step=after)
+            deliveries.extend(_struct(r.DeliveryState, row) for row in taken)
         workers = tuple(
             r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at"))
             for row in _ask(connection, "snapshot_workers")
@@ -271,6 +275,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             turn_samples=turn_samples,
             tool_calls=tool_calls,
             turn_tokens=turn_tokens,
+            deliveries=tuple(deliveries),
         )
 
 

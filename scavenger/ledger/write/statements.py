@@ -420,6 +420,56 @@ KINDS: dict[type[Record], Kind] = {
     r.TurnSampleFinished: _kind(
         _insert(t.turn_samples, **_fields("sample_id sha256")), creates="turn_samples"
     ),
+    r.Delivered: _kind(
+        _insert(
+            t.deliveries,
+            **_fields(
+                "delivery_id run_id source_run_id episode_id step prompt_index episode_index reward version state reason"
+            ),
+            group_delivery_id=":group",
+            episode_rows=":rows",
+            ended_step=0,
+            ended_attempt=0,
+            advantage=None,
+            delivered_at=":at",
+        ),
+        creates="deliveries",
+    ),
+    r.TurnDelivered: _kind(
+        _insert(t.delivered_turns, **_fields("group_id run_id delivery_id")), creates="delivered_turns"
+    ),
+    r.DeliveryTaken: _kind(
+        _update(
+            t.deliveries,
+            "delivery_id",
+            **_fields("reason advantage"),
+            state=":outcome",
+            ended_step=":step",
+            ended_attempt=":attempt",
+            ended_at=":at",
+        ),
+        uses="deliveries",
+        sets="deliveries.state",
+    ),
+    r.DeliveryReopened: _kind(
+        _update(
+            t.deliveries,
+            "delivery_id",
+            state="due",
+            reason="",
+            ended_step=0,
+            ended_attempt=0,
+            advantage=None,
+            ended_at=None,
+        ),
+        uses="deliveries",
+        sets="deliveries.state",
+    ),
+    r.DeliveryEnded: _kind(
+        _update(t.deliveries, "delivery_id", **_fields("state reason"), ended_at=":at"),
+        uses="deliveries",
+        sets="deliveries.state",
+    ),
     r.ToolAsked: _kind(
         _insert(
             t.tool_calls, **_fields("call_id episode_id run_id call tool asker"), answer=None, asked_at=":at"

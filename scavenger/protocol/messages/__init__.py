@@ -7,11 +7,12 @@
                          Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
-    daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
+    daemon  -> trainer  Reply; GroupDone, DeliveredGroup, EpisodesOver, Fleet and RunStopped come unasked
     gateway -> daemon   Call of OpenTurn, AskTool, AnswerTool, EndEpisode, GatewayPing; TurnTokens come as tokens become durable
 
 Owns the vocabulary, the packing of tokens and the bounds. Must not know a socket, a clock or a policy. `common` holds the parts and bounds,
-`worker`, `trainer` and `gateway` the conversations, `codec` the frames; all code imports from here. Token ids travel as little-endian
+`worker`, `trainer`, `deliveries` and `gateway` the conversations, `codec` the frames; all code imports from here.
+Token ids travel as little-endian
 int32 arrays and logprobs as little-endian float32 arrays, so that the core may treat both as opaque bytes: `nbytes = 4 * tokens`.
 """
 
@@ -70,6 +71,16 @@ from scavenger.protocol.messages.common import (
     reserved_name,
     words,
 )
+from scavenger.protocol.messages.deliveries import (
+    MAX_WANTED,
+    Deliver,
+    DeliveredEpisode,
+    DeliveredGroup,
+    DeliveredRow,
+    EpisodeShare,
+    EpisodesOver,
+    WantDeliveries,
+)
 from scavenger.protocol.messages.gateway import (
     CALL_PATTERN,
     EPISODE_PATTERN,
@@ -91,6 +102,7 @@ from scavenger.protocol.messages.trainer import (
     MAX_DIFFERENCES_BYTES,
     MAX_METRICS,
     MAX_PASS_RATES,
+    MAX_POLICIES,
     Accepted,
     Attach,
     Call,
@@ -181,6 +193,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_METRICS",
     "MAX_PASS_RATES",
+    "MAX_POLICIES",
     "MAX_ROUTING",
     "MAX_SIBLING_PIECES",
     "MAX_SIBLING_TOKENS",
@@ -190,6 +203,7 @@ __all__ = [
     "MAX_TEXT",
     "MAX_TURN_SAMPLES",
     "MAX_VERSIONS",
+    "MAX_WANTED",
     "PROTOCOL",
     "RUN_NAME_PATTERN",
     "TURN",
@@ -213,6 +227,10 @@ __all__ = [
     "DataDecision",
     "DeferLate",
     "Deferred",
+    "Deliver",
+    "DeliveredEpisode",
+    "DeliveredGroup",
+    "DeliveredRow",
     "Denied",
     "DoneSample",
     "Drain",
@@ -220,6 +238,8 @@ __all__ = [
     "EndReserved",
     "EngineSpec",
     "EpisodeOutcome",
+    "EpisodeShare",
+    "EpisodesOver",
     "Fleet",
     "GatewayPing",
     "Goodbye",
@@ -277,6 +297,7 @@ __all__ = [
     "TurnTokens",
     "UseWeights",
     "Wake",
+    "WantDeliveries",
     "WeightSource",
     "WeightsFailed",
     "WeightsLoaded",

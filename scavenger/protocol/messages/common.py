@@ -49,6 +49,8 @@ class MessagePart(msgspec.Struct, frozen=True, gc=False):
 
 RUN_NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
+#: The same, or "" for none.
+OtherRun = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 #: Of what only grows for as long as a process lives.

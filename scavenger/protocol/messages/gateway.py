@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from scavenger.protocol.messages.common import BoundedText, Count, Message, Positive, Sampling
+from scavenger.protocol.messages.common import BoundedText, Count, Message, OtherRun, Positive, Sampling
 
 #: Samples of one turn: the `n` of a caller.
 MAX_TURN_SAMPLES = 64
@@ -28,9 +28,10 @@ MAX_ANSWER_BYTES = 1 << 20
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
-def named_request(episode: str, name: str) -> bytes:
-    """`OpenTurn.request` of a caller's request that has a name of its own within the episode."""
-    return sha256(episode.encode() + b"\0name\0" + name.encode()).digest()
+def named_request(episode: str, name: str, policy: str = "") -> bytes:
+    """`OpenTurn.request` of a caller's request that has a name of its own within the episode. `policy`: as in `OpenTurn`."""
+    whose = b"\0policy\0" + policy.encode() if policy else b""
+    return sha256(episode.encode() + whose + b"\0name\0" + name.encode()).digest()
 
 
 class OpenTurn(Message, frozen=True):
@@ -38,7 +39,8 @@ class OpenTurn(Message, frozen=True):
 
     `request`: hash of the episode and of what names the caller's request: the same one is generated once. `content`: hash of all that
     was asked for; a request that comes again with another content is refused. `have`: tokens of each sample that the gateway has; the
-    durable ones after them are sent at once, later ones as they become durable.
+    durable ones after them are sent at once, later ones as they become durable. `policy`: another run of this owner's whose weights
+    answer; "": the run's own.
     """
 
     episode: EpisodeName
@@ -48,6 +50,7 @@ class OpenTurn(Message, frozen=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_TURN_SAMPLES)]
     sampling: Sampling
     have: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_TURN_SAMPLES)] = ()
+    policy: OtherRun = ""
 
 
 class EndEpisode(Message, frozen=True):

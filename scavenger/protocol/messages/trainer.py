@@ -19,6 +19,7 @@ from scavenger.protocol.messages.common import (
     Message,
     MessagePart,
     Nbytes,
+    OtherRun,
     Positive,
     Rate,
     Rejected,
@@ -27,6 +28,7 @@ from scavenger.protocol.messages.common import (
     Slots,
     WeightSource,
 )
+from scavenger.protocol.messages.deliveries import Deliver, DeliveredGroup, EpisodesOver, WantDeliveries
 from scavenger.protocol.messages.gateway import (
     AnswerTool,
     AskTool,
@@ -52,6 +54,8 @@ MAX_METRICS = 65_536
 MAX_DIFFERENCES_BYTES = 16 << 20
 #: Pass rates that an opened run is told: the newest.
 MAX_PASS_RATES = 1_000_000
+#: Runs that answer for agents of one environment.
+MAX_POLICIES = 64
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
@@ -90,6 +94,10 @@ class OpenRun(Message, frozen=True):
     #: Environment workers in jobs that may join its trainer, and the file by which they do ("": it has none).
     environment_jobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     environment_file: BoundedText = ""
+    #: Other runs that answer for agents of its environment.
+    policies: Annotated[tuple[RunName, ...], msgspec.Meta(max_length=MAX_POLICIES)] = ()
+    episodes_of: OtherRun = ""  # the run whose episodes its steps are filled from
+    serves_only: bool = False  # it takes no step: its weights answer, and stay as they are
 
 
 class Attach(Message, frozen=True):
@@ -240,7 +248,8 @@ class CommitStep(Message, frozen=True):
     """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval").
 
     `episodes`: that it was taken with, of an environment; they end. Such a step submitted no groups. `differences`: of some of its
-    samples; what fits none of them is left out, and an event says how much.
+    samples; what fits none of them is left out, and an event says how much. `deliveries`: of another run's episodes, whole groups that
+    the step was taken with; `sample_id` is a delivery's id.
     """
 
     step: int
@@ -251,6 +260,7 @@ class CommitStep(Message, frozen=True):
     episodes: tuple[EpisodeOutcome, ...] = ()
     decisions: Annotated[tuple[DataDecision, ...], msgspec.Meta(max_length=MAX_DATA_DECISIONS)] = ()
     differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
+    deliveries: Annotated[tuple[SampleOutcome, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
 
 
 class RecordCheckpoint(Message, frozen=True):
@@ -318,6 +328,8 @@ CallBody = (
     | EndReserved
     | ReportAgreement
     | DeferLate
+    | Deliver
+    | WantDeliveries
     | CommitStep
     | RecordCheckpoint
     | CloseRun
@@ -491,4 +503,14 @@ class RunStopped(Message, frozen=True):
     remedy: str = ""
 
 
-ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain | TurnTokens
+ToTrainer = (
+    Reply
+    | GroupDone
+    | DeliveredGroup
+    | EpisodesOver
+    | Fleet
+    | RunStopped
+    | Rejected
+    | HelloAgain
+    | TurnTokens
+)

@@ -19,7 +19,7 @@ from scavenger.router.core import (
 )
 from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
+from scavenger.router.core.transitions import MEMORY_ALLOWED, DeliveryStatus, SampleStatus, WorkerStatus
 
 
 def check(core: Core) -> None:
@@ -121,6 +121,7 @@ def _check_run(core: Core, run: ActiveRun) -> None:
         f"run {run.id}: the queue's order lacks samples"
     )
     _check_turns(core, run)
+    _check_deliveries(run)
     for worker_id in run.agreement.suspects.keys() & run.workers.keys():
         wrong = run.workers[worker_id]
         assert wrong.status is WorkerStatus.DRAINING, (
@@ -154,6 +155,27 @@ def _check_run(core: Core, run: ActiveRun) -> None:
             assert worker.weights.asked == wanted, (
                 f"worker {worker.id} was asked for {worker.weights.asked}, wanted is {wanted}"
             )
+
+
+def _check_deliveries(run: ActiveRun) -> None:
+    """What is kept is due or may be due again; groups are whole; a run that takes no steps keeps nothing."""
+    kept = run.deliveries.by_id.values()
+    assert not (kept and run.settings.serves_only), (
+        f"run {run.id} takes no steps, and deliveries are kept for it"
+    )
+    for one in kept:
+        assert one.status in (DeliveryStatus.DUE, DeliveryStatus.TAKEN), (
+            f"delivery {one.id} is {one.status} and is kept"
+        )
+        assert (one.status is DeliveryStatus.TAKEN) == bool(one.ended_step), (
+            f"delivery {one.id} is {one.status}, taken by step {one.ended_step}"
+        )
+    if run.ended:
+        assert not run.deliveries.due(), f"run {run.id} has ended, and something is due to it"
+    wanted = run.deliveries.wanted
+    if wanted is not None:
+        most = max(wanted.count, len(wanted.have))
+        assert len(run.deliveries.held) <= most, f"run {run.id} was sent more groups than it wants"
 
 
 def _check_turns(core: Core, run: ActiveRun) -> None:

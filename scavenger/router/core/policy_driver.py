@@ -19,7 +19,7 @@ from scavenger.policy.interface import Fact, Paces, SampleMove, SamplePlacement,
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
-from scavenger.router.core import decision_log, returns, samples, staleness, turns
+from scavenger.router.core import decision_log, deliveries, returns, samples, staleness, turns
 from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.state import ActiveRun, Group, RouterLimits, Sample, SampleYield, Worker
 from scavenger.router.core.tables import Core
@@ -354,7 +354,7 @@ def _wanted(core: Core, run: ActiveRun, now: float, limits: RouterLimits) -> tup
         return 0, refused[0]
     if not run.weights.versions:
         return 0, "no weights are published yet"
-    silent = now - run.trainer.seen_at
+    silent = now - deliveries.seen_at(core, run)
     if silent > limits.trainer_gone_s:
         return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
     idle = not run.queue and not run.turns.open and not any(w.leases for w in run.workers.values())

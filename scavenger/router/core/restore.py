@@ -8,12 +8,14 @@ Boundary: from ledger rows to tables; no event passes here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling, environment_file
-from scavenger.router.core import agreement, samples, siblings, staleness, turns
+from scavenger.router.core import agreement, deliveries, samples, siblings, staleness, turns
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
@@ -44,6 +46,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         if worker_state.joined.run_id in by_id:
             _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
     turns_of = turns.restore_episodes(core, by_id, snapshot)
+    deliveries.restore(core, by_id, snapshot)
     ends = {ended.sample_id: ended.sha256 for ended in snapshot.turn_samples}
     tokens = dict(snapshot.turn_tokens)
     for state_of_group in _newest_retries(snapshot.groups):
@@ -259,6 +262,9 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         config.get("algorithm", {}).get("kv") == "keep",
         int(config.get("data", {}).get("environment_jobs", 0)),
         environment_file(str(section.get("out_dir", ""))),
+        policies_of(config),
+        str(config.get("data", {}).get("episodes_of") or ""),
+        section.get("steps") == 0,
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,
@@ -273,6 +279,12 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         )
     run.weights.next_version = max(run.weights.versions, default=0) + 1
     return run
+
+
+def policies_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The other runs that answer for agents, of a run.toml as the ledger has it."""
+    named = {str(one.get("run", "")) for one in config.get("data", {}).get("policies", {}).values()}
+    return tuple(sorted(named - {"", str(config.get("run", {}).get("name", ""))}))
 
 
 def _restore_worker(core: Core, run: ActiveRun, joined: rec.WorkerJoined) -> None:

@@ -23,6 +23,7 @@ from scavenger.protocol.messages import (
     CloseRun,
     CommitStep,
     DeferLate,
+    Deliver,
     Denied,
     EndReserved,
     HelloAgain,
@@ -38,9 +39,11 @@ from scavenger.protocol.messages import (
     RunStopped,
     SetReserved,
     SubmitGroups,
+    WantDeliveries,
 )
 from scavenger.router.core import (
     agreement,
+    deliveries,
     registration,
     samples,
     staleness,
@@ -162,6 +165,8 @@ def _checkpoint(core: Core, run: ActiveRun, body: RecordCheckpoint) -> ReplyBody
         return refusal
     kept = "" if body.kept is None else msgspec.json.encode(sorted(set(body.kept))).decode()
     core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now, kept))
+    if body.kept is not None:
+        deliveries.checkpointed(run, body.kept)
     return Ok()
 
 
@@ -173,6 +178,10 @@ def _answer(core: Core, run: ActiveRun, body: CallBody) -> ReplyBody:
             return _publish(core, run, body)
         case DeferLate():
             return steps.defer(core, run, body)
+        case Deliver():
+            return deliveries.deliver(core, run, body)
+        case WantDeliveries():
+            return deliveries.want(core, run, body)
         case CommitStep():
             before, reply = run.progress.last_committed, steps.commit(core, run, body)
             if run.progress.last_committed > before:
@@ -203,6 +212,10 @@ def _open(
         run.trainer.opening = (conn, call.id, body)
         return
     if (refusal := _fault_of_options(core, body)) is not None:
+        core.count("calls_refused")
+        core.send(conn, Reply(call.id, refusal))
+        return
+    if (refusal := deliveries.opening_fault(core, identity.public_key, body)) is not None:
         core.count("calls_refused")
         core.send(conn, Reply(call.id, refusal))
         return
@@ -254,6 +267,9 @@ def _open(
         body.keeps_cache,
         body.environment_jobs,
         body.environment_file,
+        body.policies,
+        body.episodes_of,
+        body.serves_only,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
@@ -289,6 +305,7 @@ def _open(
     if run.progress.last_committed != body.resume_step:
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.progress.last_committed = body.resume_step
+    deliveries.resumed(core, run, body.resume_step)
     core.read_history(run, body.solved_at)
 
 
@@ -334,6 +351,7 @@ def _attach(core: Core, conn: int, run: ActiveRun, body: Attach) -> ReplyBody:
         return Denied("detached", "the run is being opened", "try again")
     run.trainer.conn = conn
     run.trainer.fleet = None
+    run.deliveries.wanted = None  # it says anew what it has
     have, wants = set(body.have), set(body.wants)
     for group in list(run.by_key.values()):
         group.orphaned = group.id not in have and group.id not in wants
@@ -475,4 +493,5 @@ def _close(core: Core, run: ActiveRun, body: CloseRun) -> ReplyBody:
     for worker in list(run.workers.values()):
         worker_commands.drain(core, worker, f"the run {body.state}")
     core.record(rec.RunEnded(run.id, body.state, body.reason, core.now))
+    deliveries.closed(core, run, f"the run {body.state}")
     return Ok()

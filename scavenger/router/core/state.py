@@ -24,12 +24,14 @@ from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import (
     GUEST_INTENT,
+    DeliveredRow,
     EngineSpec,
     Fleet,
     OpenRun,
     SampleKey,
     Sampling,
     Trained,
+    WantDeliveries,
     WeightSource,
 )
 from scavenger.protocol.worker.events import NOT_SPECULATED, Speculated
@@ -37,12 +39,15 @@ from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHas
 from scavenger.router.core.row_budget import Budget
 from scavenger.router.core.siblings import SiblingBacklog
 from scavenger.router.core.transitions import (
+    DELIVERY_TRANSITIONS,
     EPISODE_TRANSITIONS,
     MEMORY_TRANSITIONS,
     SAMPLE_TRANSITIONS,
     TOOL_TRANSITIONS,
     UNFINISHED,
     WORKER_TRANSITIONS,
+    DeliveryStatus,
+    DeliveryStep,
     EpisodeStatus,
     EpisodeStep,
     GpuMemoryState,
@@ -373,6 +378,7 @@ class Episode:
     numbers: int = 0  # the number of its last turn
     prefixes: Prefixes = field(default_factory=Prefixes)  # what its next prompts may begin with
     tools: dict[str, ToolCall] = field(default_factory=dict)  # by their names
+    delivered: bool = False  # what this run's policy said in it, to the run's trainer
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""
@@ -419,6 +425,59 @@ class RunTurns:
     speeds: Speeds = field(default_factory=Speeds)  # what routing by caches reckons with
 
 
+@dataclass(slots=True)
+class Delivery:
+    """What the run's policy said in one episode that another run plays. `group`: the id of the first delivery of its group. `version`: the
+    oldest weights that its turns are of. `ended_step`: the step that took it.
+    """
+
+    id: int
+    group: int
+    source: str
+    step: int  # of the run that plays
+    prompt_index: int
+    index: int
+    episode: str
+    reward: float
+    version: int
+    rows: tuple[DeliveredRow, ...]
+    status: DeliveryStatus = DeliveryStatus.NEW  # changed by `transition` only
+    ended_step: int = 0
+
+    def transition(self, step: DeliveryStep) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = DELIVERY_TRANSITIONS[self.status].get(step)
+        if target is None:
+            raise IllegalTransition(f"delivery {self.id} is {self.status} and cannot {step}")
+        self.status = target
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            len(row.prompt) + len(row.completion) + len(row.mask) + len(row.behaviour) for row in self.rows
+        )
+
+
+@dataclass(slots=True)
+class RunDeliveries:
+    """What is delivered to the run's trainer. `by_id`: due ones, and those that steps took which a resume may take back. `wanted`: what the
+    trainer asked for last; `held`: groups that it has. `over_told`: it knows that no further one comes.
+    """
+
+    by_id: dict[int, Delivery] = field(default_factory=dict)
+    wanted: WantDeliveries | None = None
+    held: set[int] = field(default_factory=set)
+    over_told: bool = False
+
+    def due(self) -> dict[int, list[Delivery]]:
+        """By group, the oldest first."""
+        found: dict[int, list[Delivery]] = {}
+        for one in self.by_id.values():
+            if one.status is DeliveryStatus.DUE:
+                found.setdefault(one.group, []).append(one)
+        return dict(sorted(found.items()))
+
+
 # ---------------------------------------------------------------- run
 
 
@@ -457,6 +516,9 @@ class RunSettings:
     keeps_cache: bool = False  # an engine's KV cache outlives a load of weights; see `returns`
     environment_jobs: int = 0  # environment workers in jobs that may join its trainer
     environment_file: str = ""  # by which they do
+    policies: tuple[str, ...] = ()  # other runs that answer for agents of its environment
+    episodes_of: str = ""  # the run whose episodes its steps are filled from
+    serves_only: bool = False  # it takes no steps
 
 
 @dataclass(slots=True)
@@ -677,6 +739,7 @@ class ActiveRun:
     retries: dict[tuple[str, int, int], int] = field(default_factory=dict)
     queue: Queue = field(default_factory=Queue)
     turns: RunTurns = field(default_factory=RunTurns)
+    deliveries: RunDeliveries = field(default_factory=RunDeliveries)
     leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved: ReservedEngines = field(default_factory=ReservedEngines)

@@ -33,7 +33,7 @@ from scavenger.protocol.messages import (
     SubmitGroups,
     Trained,
 )
-from scavenger.router.core import decision_log, samples, staleness, turns
+from scavenger.router.core import decision_log, deliveries, samples, staleness, turns
 from scavenger.router.core.state import ActiveRun, Group, Sample
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep
@@ -275,7 +275,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     groups = [
         g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned
     ]
-    if body.episodes and not groups:
+    if (body.episodes or body.deliveries) and not groups:
         train = body.purpose == "train"
         if body.step <= run.progress.last_committed if train else turns.committed(run, body):
             return Ok()
@@ -290,7 +290,11 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             if known
             else Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
         )
-    fault = _commit_fault(body, groups) or turns.commit_fault(run, body, OUTCOMES.get(body.purpose, ()))
+    fault = (
+        _commit_fault(body, groups)
+        or turns.commit_fault(run, body, OUTCOMES.get(body.purpose, ()))
+        or deliveries.commit_fault(run, body)
+    )
     if fault:
         return Denied("invalid", fault, "commit each sample of the step exactly once")
     outcomes = {o.sample_id: o for o in body.outcomes}
@@ -305,6 +309,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
         samples.forget(core, group)
     for episode in body.episodes:
         turns.settle(core, run, body.step, episode)
+    deliveries.settle(core, run, body)
     figures = _figures(core, run, body)
     core.record(
         rec.StepCommitted(

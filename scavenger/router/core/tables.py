@@ -72,7 +72,7 @@ class Core:
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
-        self.next_episode_id = self.next_tool_call_id = 1
+        self.next_episode_id = self.next_tool_call_id = self.next_delivery_id = 1
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
         self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known

@@ -8,12 +8,12 @@ All state machines of the router are here, and nothing else:
     memory   Memory -> MemoryStep -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
     episode  EpisodeStatus -> EpisodeStep -> EpisodeStatus in EPISODE_TRANSITIONS
     tool     ToolStatus -> ToolStep -> ToolStatus          in TOOL_TRANSITIONS, of a call of a tool with effects outside
+    delivery DeliveryStatus -> DeliveryStep -> DeliveryStatus in DELIVERY_TRANSITIONS, of an episode's turns to another run's trainer
 
 A worker's status and its memory move together: MEMORY_ALLOWED says how, and `audit` checks it after every event of a test.
 
-`Sample.transition`, `Worker.transition`, `Worker.transition_memory`, `Episode.transition` and `ToolCall.transition` (`state`)
-look a step up and raise
-`IllegalTransition`, changing nothing, where the table has none. Pure.
+`Sample.transition`, `Worker.transition`, `Worker.transition_memory`, `Episode.transition`, `ToolCall.transition` and
+`Delivery.transition` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the table has none. Pure.
 """
 
 from __future__ import annotations
@@ -243,4 +243,46 @@ TOOL_TRANSITIONS: dict[ToolStatus, dict[ToolStep, ToolStatus]] = {
     ToolStatus.NEW: {ToolStep.ASK: ToolStatus.ASKED},
     ToolStatus.ASKED: {ToolStep.ANSWER: ToolStatus.ANSWERED},
     ToolStatus.ANSWERED: {},
+}
+
+
+class DeliveryStatus(StrEnum):
+    """What one policy said in one episode, on its way to that policy's trainer. The values are the ledger's."""
+
+    NEW = "new"  # made, or read from the ledger, within this event
+    DUE = "due"  # durable; its trainer has not taken a step with it
+    TAKEN = "taken"  # a step took it: consumed, filtered or masked
+    STALE = "stale"  # its weights were too old for every step to come
+    DROPPED = "dropped"  # too many were due, or the run ended first
+    SERVED = "served"  # the run takes no steps
+
+
+class DeliveryStep(StrEnum):
+    """What happens to a delivery. The `RESTORE_` one puts it where the ledger's row says that it was."""
+
+    DELIVER = "deliver"
+    SERVE = "serve"
+    TAKE = "take"
+    REOPEN = "reopen"  # a later attempt goes on from before the step that took it
+    EXPIRE = "expire"
+    DROP = "drop"
+    RESTORE_TAKEN = "restore-taken"
+
+
+#: What may happen to a delivery. One that is over is delivered no more, unless the step that took it is taken back.
+DELIVERY_TRANSITIONS: dict[DeliveryStatus, dict[DeliveryStep, DeliveryStatus]] = {
+    DeliveryStatus.NEW: {
+        DeliveryStep.DELIVER: DeliveryStatus.DUE,
+        DeliveryStep.SERVE: DeliveryStatus.SERVED,
+        DeliveryStep.RESTORE_TAKEN: DeliveryStatus.TAKEN,
+    },
+    DeliveryStatus.DUE: {
+        DeliveryStep.TAKE: DeliveryStatus.TAKEN,
+        DeliveryStep.EXPIRE: DeliveryStatus.STALE,
+        DeliveryStep.DROP: DeliveryStatus.DROPPED,
+    },
+    DeliveryStatus.TAKEN: {DeliveryStep.REOPEN: DeliveryStatus.DUE},
+    DeliveryStatus.STALE: {},
+    DeliveryStatus.DROPPED: {},
+    DeliveryStatus.SERVED: {},
 }

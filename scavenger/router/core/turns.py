@@ -37,7 +37,7 @@ from scavenger.protocol.messages import (
     ReplyBody,
     TurnAccepted,
 )
-from scavenger.router.core import decision_log, samples, tools
+from scavenger.router.core import decision_log, deliveries, samples, tools
 from scavenger.router.core.prefixes import Parent, Point
 from scavenger.router.core.state import ActiveRun, CachedAt, Episode, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
@@ -81,6 +81,8 @@ def called(
         return Ok()
     if isinstance(body, AskTool | AnswerTool):
         return _tool(core, run, body)
+    if body.policy:
+        return _turn_of_policy(core, conn, run, body)
     return _open_turn(core, conn, run, body)
 
 
@@ -112,6 +114,21 @@ def _over(run: ActiveRun, episode: str) -> Denied | None:
 
 def _too_many_episodes() -> Denied:
     return Denied("full", f"over {MAX_OPEN_EPISODES:,} episodes are open", "end those that are over")
+
+
+def _turn_of_policy(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBody:
+    """A turn of an agent for which another run answers: of that run's own episode of this name, on its engines."""
+    other = deliveries.other_run(core, run, body.policy)
+    if isinstance(other, Denied):
+        core.count("turns_refused")
+        return other
+    if (refusal := _over(run, body.episode)) is not None:
+        return refusal
+    if body.episode not in run.turns.episodes:  # what it ends with is this run's to say
+        if len(run.turns.episodes) >= MAX_OPEN_EPISODES:
+            return _too_many_episodes()
+        _begin(core, run, body.episode)
+    return _open_turn(core, conn, other, body)
 
 
 def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBody:
@@ -547,6 +564,9 @@ def _end(
     del run.turns.episodes[episode.name]
     _note_ended(run, episode.name)
     core.record(rec.EpisodeEnded(episode.id, state, reason, core.now, worker))
+    for other in deliveries.others_of(core, run):
+        if (part := other.turns.episodes.get(episode.name)) is not None:
+            _end(core, other, part, state, f"run {run.name} ended the episode", worker=worker)
 
 
 def _give_up(core: Core, group: Group, reason: str, whole: str = "served") -> None:
@@ -583,7 +603,7 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         run = runs.get(state.run_id)
         if run is None or run.ended:
             continue
-        episode = Episode(state.episode_id, state.name)
+        episode = Episode(state.episode_id, state.name, delivered=bool(state.delivered))
         if state.state == "open":
             episode.transition(EpisodeStep.OPEN)
             run.turns.episodes[state.name] = by_id[state.episode_id] = episode

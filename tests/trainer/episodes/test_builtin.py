@@ -15,7 +15,7 @@ from scavenger.errors import ConfigError
 from trainer import tiny
 from trainer.episodes import builtin
 from trainer.episodes.opening import rehearsed, setup_of
-from trainer.tasks import calculator
+from trainer.tasks import calculator, proposer_solver
 from trainer.tasks.calculator import Ended, Observation
 
 
@@ -130,3 +130,39 @@ def test_a_model_without_its_characters_is_refused_before_the_run_starts(model: 
 def test_settings_of_verifiers_environments_are_not_looked_at(model: Path) -> None:
     setup = setup_of(config(model), "http://here")
     builtin.check(msgspec.structs.replace(setup, environment="chess", arguments='{"a": 1}'))
+
+
+# ---------------------------------------------------------------- two agents
+
+
+def two(model: Path, **data: Any) -> RunConfig:
+    return config(model, environment="builtin:proposer-solver", **data)
+
+
+def test_rewards_of_the_proposer_and_the_solver() -> None:
+    assert proposer_solver.rewards("+", None) == {"proposer": 0.0}
+    assert proposer_solver.rewards("3", "4") == {"proposer": 1.0, "solver": 1.0}
+    assert proposer_solver.rewards("9", "0") == {"proposer": 1.0, "solver": 1.0}
+    assert proposer_solver.rewards("3", "5") == {"proposer": 0.5, "solver": 0.5}
+    assert proposer_solver.rewards("3", ">") == {"proposer": 0.5, "solver": 0.0}
+    assert proposer_solver.asked("12") == ""
+
+
+def test_what_an_agent_of_another_run_says_is_apart_from_what_this_run_trains(model: Path) -> None:
+    """A model that always says 3: the proposal is a digit, and the answer to it is wrong."""
+    _, played = rehearsed(two(model, policies={"solver": {"run": "s"}}), ids("3", ended=False), print)
+    [other] = played.others
+    assert (played.reward, other.run, other.reward) == (0.5, "s", 0.5)
+    assert (played.calls, other.calls) == (("0.0",), ("1.0",))
+    text = [calculator.ALPHABET[token] for token in array("i", other.branches[0].prompt)]
+    assert "".join(text) == ">3"
+
+
+def test_without_another_run_both_agents_are_trained_by_this_one(model: Path) -> None:
+    _, played = rehearsed(two(model), ids("3", ended=False), print)
+    assert (played.others, played.calls, len(played.branches)) == ((), ("0.0", "1.0"), 2)
+
+
+def test_an_agent_that_the_environment_does_not_have_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="'judge', which is no agent"):
+        builtin.check(setup_of(two(model, policies={"judge": {"run": "s"}}), "http://here"))

@@ -1,0 +1,57 @@
+"""What rank 0 is told of an episode of `verifiers` whose agents are of several runs. Traces stand in by the attributes that are read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.episodes.naming import Call
+from trainer.episodes.relay import Playing
+from trainer.episodes.worker import result_of
+
+
+def trace(agent: str, reward: float, tokens: list[int], *, trains: bool = True) -> Any:
+    """One agent's: a question of one token, and an answer."""
+    asked = SimpleNamespace(token_ids=[1], mask=[False], logprobs=[])
+    said = SimpleNamespace(token_ids=tokens, mask=[True] * len(tokens), logprobs=[-1.0] * len(tokens))
+    return SimpleNamespace(
+        agent=SimpleNamespace(name=agent, trainable=trains),
+        branches=[SimpleNamespace(nodes=[asked, said], trainable=True)],
+        reward=reward,
+        rewards={},
+        metrics={},
+        stop_condition=None,
+        is_truncated=False,
+        is_timeout=False,
+    )
+
+
+def playing() -> Playing:
+    """Three agents asked once each; another run answered for the second and the third."""
+    made = Playing("e", "key", "branch", policies={1: "s", 2: "s"})
+    for agent in range(3):
+        made.calls.answered(Call(agent, 0))
+        made.versions[agent, 0] = 4 + agent
+    return made
+
+
+def test_each_run_has_the_rows_calls_and_mean_reward_of_its_own_agents() -> None:
+    episode = SimpleNamespace(
+        traces=[trace("proposer", 0.5, [2]), trace("solver", 1.0, [3, 4]), trace("checker", 0.0, [5])]
+    )
+    policies = {"solver": "s", "checker": "s"}
+    found = result_of("e", episode, playing(), policies=policies)
+    assert (found.reward, found.calls, found.versions) == (0.5, ("0.0",), (4,))
+    [other] = found.others
+    assert (other.run, other.reward, other.calls) == ("s", 0.5, ("1.0", "2.0"))
+    assert [branch.trained for branch in other.branches] == [2, 1]
+
+
+def test_an_episode_of_a_policy_without_a_reward_fails_and_names_the_run() -> None:
+    episode = SimpleNamespace(traces=[trace("proposer", 0.5, [2]), trace("solver", float("nan"), [3])])
+    assert "'s'" in result_of("e", episode, playing(), policies={"solver": "s"}).error
+
+
+def test_an_episode_in_which_no_agent_of_this_run_trains_fails() -> None:
+    episode = SimpleNamespace(traces=[trace("solver", 1.0, [3])])
+    assert result_of("e", episode, playing(), policies={"solver": "s"}).error == "no agent of it trains"

@@ -1,0 +1,122 @@
+"""What a run whose samples are episodes says to the daemon as any other run does: all but groups and commits.
+
+Boundary: calls passed on unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from scavenger.protocol import messages
+from scavenger.weights.manifest import Manifest
+
+
+class Daemon(Protocol):
+    """`scavenger.client.Run`."""
+
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def next_version(self) -> int: ...
+    @property
+    def fleet(self) -> messages.Fleet: ...
+    @property
+    def reserved_order(self) -> int: ...
+    @property
+    def versions(self) -> tuple[tuple[int, int, bytes], ...]: ...
+    @property
+    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
+    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]: ...
+    def deliver(
+        self, policy: str, step: int, prompt_index: int, shares: Sequence[messages.EpisodeShare]
+    ) -> None: ...
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None: ...
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
+        episodes: Sequence[messages.EpisodeOutcome] = (),
+        decisions: Sequence[messages.DataDecision] = (),
+        differences: Sequence[messages.TokenDifferences] = (),
+        deliveries: Sequence[messages.SampleOutcome] = (),
+    ) -> None: ...
+    def want_deliveries(self, step: int, count: int) -> None: ...
+    def take_deliveries(self) -> list[messages.DeliveredGroup]: ...
+    @property
+    def episodes_over(self) -> str: ...
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None: ...
+    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+class PassingRun:
+    """Of the loop's `TrainerRun` what `run` answers itself."""
+
+    def __init__(self, run: Daemon) -> None:
+        self._run = run
+
+    @property
+    def attempt(self) -> int:
+        return self._run.attempt
+
+    @property
+    def last_step(self) -> int:
+        return self._run.last_step
+
+    @property
+    def next_version(self) -> int:
+        return self._run.next_version
+
+    @property
+    def fleet(self) -> messages.Fleet:
+        return self._run.fleet
+
+    @property
+    def reserved_order(self) -> int:
+        return self._run.reserved_order
+
+    @property
+    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]:
+        return self._run.pass_rates
+
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
+        self._run.publish(step, manifest, *sources)
+
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
+        self._run.set_reserved(awake, bytes_held)
+
+    def end_reserved(self, names: Sequence[str], reason: str) -> None:
+        self._run.end_reserved(names, reason)
+
+    def trained(
+        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
+    ) -> None:
+        self._run.trained(step, groups, tokens, seconds, scored, reward_s)
+
+    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
+        return self._run.defer_late(step, groups)
+
+    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
+        """Nobody knows yet which engine said which turn."""
+        return ()
+
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
+        self._run.checkpoint(step, version, root, path, kept)
+
+    def close_run(self, state: str, reason: str = "") -> None:
+        self._run.close_run(state, reason)
