@@ -2,7 +2,8 @@
 
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
-    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / Asleep / Awake / Goodbye
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / KvKept /
+                         KvTried / Asleep / Awake / Goodbye
     daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / SiblingTokens / Yield / Revoke / Ack / Sleep / Wake /
                          Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
@@ -40,6 +41,7 @@ from scavenger.protocol.messages.common import (
     MAX_CONFIG_CHARS,
     MAX_GROUP_SAMPLES,
     MAX_HELLO_BYTES,
+    MAX_KV_OFFERS,
     MAX_MESSAGE_BYTES,
     MAX_ROUTING,
     MAX_SIBLING_PIECES,
@@ -53,8 +55,10 @@ from scavenger.protocol.messages.common import (
     RUN_NAME_PATTERN,
     BoundedText,
     Count,
+    Digest,
     EngineSpec,
     HelloAgain,
+    KvSource,
     Memory,
     Message,
     MessagePart,
@@ -142,6 +146,9 @@ from scavenger.protocol.messages.worker import (
     Heartbeat,
     HeartbeatAck,
     Held,
+    KvKept,
+    KvOffer,
+    KvTried,
     Lease,
     PullAhead,
     Revoke,
@@ -177,6 +184,7 @@ __all__ = [
     "MAX_DIFFERENCES_BYTES",
     "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
+    "MAX_KV_OFFERS",
     "MAX_MESSAGE_BYTES",
     "MAX_PASS_RATES",
     "MAX_ROUTING",
@@ -212,6 +220,7 @@ __all__ = [
     "DeferLate",
     "Deferred",
     "Denied",
+    "Digest",
     "DoneSample",
     "Drain",
     "EndEpisode",
@@ -228,6 +237,10 @@ __all__ = [
     "HeartbeatAck",
     "Held",
     "HelloAgain",
+    "KvKept",
+    "KvOffer",
+    "KvSource",
+    "KvTried",
     "Lease",
     "Memory",
     "Message",
