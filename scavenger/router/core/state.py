@@ -21,6 +21,7 @@ from scavenger.policy.admission import Admission
 from scavenger.policy.affinity import Speeds
 from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
+from scavenger.policy.kv import KvRates
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import (
     GUEST_INTENT,
@@ -201,6 +202,37 @@ class TurnQueue:
         return len(self._samples)
 
 
+@dataclass(frozen=True, slots=True)
+class KvOffered:
+    """A worker keeps a sample's KV blocks: of `tokens` tokens, made by the weights of `version`. `at`: when it said so (Unix s)."""
+
+    worker_id: int
+    source: WeightSource
+    number: int
+    tokens: int
+    token_nbytes: int
+    version: int
+    at: float
+
+
+@dataclass(slots=True)
+class KvMoves:
+    """What became of KV blocks since this daemon began, in samples; `tokens`, `nbytes` and `seconds` are of those that moved.
+
+    `prefilled`: a prefill was predicted to be no slower; `gone`: not all were there any more; `refused`: by the engine that read them.
+    """
+
+    rates: KvRates = field(default_factory=KvRates)
+    offered: int = 0
+    moved: int = 0
+    prefilled: int = 0
+    gone: int = 0
+    refused: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Sample:
     id: int
@@ -234,6 +266,8 @@ class Sample:
     #: (version, tokens) in the order of its tokens; empty where its group's version is that of all (`staleness.mixture`).
     versions: tuple[tuple[int, int], ...] = ()
     regenerated: int = 0  # tokens that died with a worker, since then
+    kv: KvOffered | None = None  # who keeps its KV blocks for its next lease (`kv_moves`)
+    brings_kv: bool = False  # its lease names blocks
     #: How policies see it (`policy_view`), until any of that changes. `audit` makes it anew and compares.
     cached_view: SampleView | None = None
 
@@ -670,6 +704,7 @@ class ActiveRun:
     weights: PublishedWeights = field(default_factory=PublishedWeights)
     progress: StepProgress = field(default_factory=StepProgress)
     speculated: Speculated = NOT_SPECULATED  # by all its engines since this daemon began, by their word
+    kv: KvMoves = field(default_factory=KvMoves)
     siblings_sent: int = 0  # siblings' tokens sent to engines for drafts, since this daemon began
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
