@@ -449,7 +449,7 @@ class RolloutWorker:
             from rollout.engines.device_delta import DeviceApply
 
             self._store.apply = DeviceApply(info.device)
-        if spec.move_kv and isinstance(self._engine, MovesKv):
+        if spec.move_kv and isinstance(self._engine, MovesKv) and self._engine.kv_token_nbytes():
             self._kv = self._mover(self._engine, spec)
         built = Built(info.cache_tokens, info.best_batch)
         if self._kv is not None and isinstance(self._engine, MovesKv):

@@ -83,4 +83,12 @@ def _run(run: ActiveRun, wanted: int) -> RunReading:
         max(worker_counts.pauses(run), default=0.0),
         run.speculated,
         run.siblings_sent,
+        {
+            "moved": run.kv.moved,
+            "prefilled": run.kv.prefilled,
+            "gone": run.kv.gone,
+            "refused": run.kv.refused,
+        },
+        run.kv.tokens,
+        run.kv.nbytes,
     )
