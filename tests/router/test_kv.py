@@ -19,11 +19,6 @@ THERE = WeightSource("tcp://n11:5", "key", b"token")
 CACHED = 5
 
 
-@pytest.fixture(autouse=True)
-def moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "SPEC", msgspec.structs.replace(harness.SPEC, move_kv=True))
-
-
 def leaving(offer: dict[str, Any] | None = None, source: WeightSource = THERE, **options: object) -> Bench:
     """A sample has three tokens on W1, which offers its blocks and leaves; its prefill is known to take long."""
     bench, lease = one_lease(**options)
