@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         help="steps that are generated in advance, 0 to 16 (default 0), with kv = keep; the reference engine keeps no cache",
     )
     parser.add_argument(
+        "--move-kv", action="store_true", help="samples that move take their KV blocks along (engine.move_kv)"
+    )
+    parser.add_argument(
         "--episodes",
         choices=("none", "external"),
         default="",
@@ -123,6 +126,7 @@ def main() -> int:
         deadline_s=60 * args.minutes,
         off_policy=args.off_policy,
         episodes=args.episodes,
+        move_kv=args.move_kv,
     )
     try:
         model = work / "model"
