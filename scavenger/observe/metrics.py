@@ -29,6 +29,10 @@ class Metric:
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
 
+#: What may become of the KV blocks of a moved sample.
+KV_OUTCOMES = ("moved", "prefilled", "gone", "refused")
+
+
 @dataclass(frozen=True, slots=True)
 class RunReading:
     """One run now. `engines`: (kind, state) -> how many; `samples`: state -> how many; times are Unix seconds."""
@@ -44,9 +48,8 @@ class RunReading:
     weights_pause_s: float = 0.0
     speculated: Speculated = NOT_SPECULATED
     siblings_sent: int = 0
-    kv_samples: Mapping[str, int] = field(
-        default_factory=dict
-    )  # what became of moved samples' KV blocks -> samples
+    #: What became of moved samples' KV blocks -> samples.
+    kv_samples: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(KV_OUTCOMES, 0))
     kv_tokens: int = 0  # whose blocks moved
     kv_nbytes: int = 0
 

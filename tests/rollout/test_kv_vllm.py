@@ -28,7 +28,7 @@ def asked(handle: int, accepted: tuple[int, ...] = (), prompt: tuple[int, ...] =
     return Request(handle, prompt, accepted, TOKENS - len(accepted), how, 7, SampleKey("train", 0, 1, 0))
 
 
-@kinds.VLLM_ONLY
+@kinds.VLLM_ONLY_LONG
 def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(kind: Any) -> None:
     async def main() -> None:
         spec = replace(kind.spec(), move_kv=True)
