@@ -103,7 +103,8 @@ class Sides:
 
     async def begun(self, handle: int, tokens: int) -> tuple[int, ...]:
         """A sample on the first engine, with so many tokens."""
-        one, made = self.engines[0], ()
+        one = self.engines[0]
+        made: tuple[int, ...] = ()
         await one.add(request(handle, tokens))
         while len(made) < 4:
             made += await first_token(one)

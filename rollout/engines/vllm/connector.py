@@ -31,13 +31,13 @@ class KvToLoad:
 
 
 @dataclass
-class KvLoads(KVConnectorMetadata):
+class KvLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not looked into
     """What the next pass loads first."""
 
     requests: list[KvToLoad] = field(default_factory=list)
 
 
-class KvMover(KVConnectorBase_V1):
+class KvMover(KVConnectorBase_V1):  # type: ignore[misc]
     """Both halves, as vLLM wants it: it makes one in its scheduler and one in its worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
