@@ -918,6 +918,7 @@ class RouterLimits:
     agreement: AgreementRules = DEFAULT_RULES
     max_nodes_per_engine: int = 1
     sibling_bytes_per_s: float = 0.0  # to each engine, for its drafts (`siblings`); 0: none are sent
+    share_prompts: bool = False  # new samples of one prompt go to one engine (`policy.sharing`)
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
@@ -938,4 +939,5 @@ class RouterLimits:
             AgreementRules(samples=router.disagreement_samples, ratio=router.disagreement_ratio),
             config.harvest.max_nodes_per_engine,
             router.sibling_bytes_per_s,
+            router.share_prompts,
         )
