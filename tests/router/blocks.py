@@ -1,7 +1,7 @@
 """KV blocks in the schedules: what engines keep of samples that leave them, what a reader finds, and what an engine makes of it.
 
-Blocks are what a sample said so far: an engine that loaded another's goes on with the other's answer. What a reader finds is as it was
-kept, or gone, late, corrupt, of another version or of another sample; the checks are the engines' own (`protocol.kv`).
+Blocks are what a sample said so far: an engine that loaded other ones goes on with another sample's answer. What a reader finds is as it
+was kept, or gone, late, corrupt, of another version or of another sample; the checks are the engines' own (`protocol.kv`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TOKEN_NBYTES = 4
 
 
 class KeptBlocks(NamedTuple):
-    """Of one sample: what they are bound to, the bytes, and whose answer they are a part of."""
+    """Of one sample: what they are bound to, the bytes, and the version that truly made them."""
 
     header: KvHeader
     data: bytes
-    sample_id: int
+    version: int
 
 
 def source_of(worker: int) -> WeightSource:
@@ -38,9 +38,13 @@ def binding(run: str, history: str, version: int, root: bytes, tokens: Sequence[
     return KvBinding(run, history, version, root, b"model", "layout", len(tokens), kv.digest_of(tokens))
 
 
-def blocks_of(bound: KvBinding, sample_id: int, tokens: Sequence[int]) -> KeptBlocks:
-    data = b"".join(token.to_bytes(TOKEN_NBYTES, "little", signed=True) for token in tokens)
-    return KeptBlocks(kv.header_of(bound, memoryview(data)), data, sample_id)
+def data_of(tokens: Sequence[int]) -> bytes:
+    return b"".join(token.to_bytes(TOKEN_NBYTES, "little", signed=True) for token in tokens)
+
+
+def blocks_of(bound: KvBinding, tokens: Sequence[int]) -> KeptBlocks:
+    data = data_of(tokens)
+    return KeptBlocks(kv.header_of(bound, memoryview(data)), data, bound.version)
 
 
 def on_the_way(kept: KeptBlocks | None, fate: str, other: KeptBlocks | None) -> KeptBlocks | None:
@@ -48,14 +52,19 @@ def on_the_way(kept: KeptBlocks | None, fate: str, other: KeptBlocks | None) -> 
     if kept is None or fate in ("late", "gone"):
         return None
     if fate == "corrupt":
-        # the first sample's that nobody has: an engine that loads it says what no sample says
-        return kept._replace(data=bytes([kept.data[0] ^ 1]) + kept.data[1:], sample_id=kept.sample_id + 57)
+        return kept._replace(data=bytes([kept.data[0] ^ 1]) + kept.data[1:])
     if fate == "another version":
         bound = msgspec.structs.replace(kept.header.binding, version=kept.header.binding.version + 1)
         return kept._replace(
-            header=msgspec.structs.replace(kept.header, binding=bound), sample_id=kept.sample_id + 57
+            header=msgspec.structs.replace(kept.header, binding=bound), version=bound.version
         )
     return other if fate == "another sample" else kept
+
+
+def right(found: KeptBlocks, version: int, tokens: Sequence[int]) -> bool:
+    """Whether an engine that loads these goes on as one that prefills: they are this version's, of just these tokens. A sibling's with the
+    same tokens are."""
+    return found.version == version and found.data == data_of(tokens)
 
 
 def fault(found: KeptBlocks, expected: KvBinding) -> str:

@@ -195,7 +195,7 @@ class SimWorker:
         sample_id = held.lease.sample_id
         text = (*unpack_tokens(held.lease.prompt), *answer(sample_id))[: order.tokens]
         assert len(text) == order.tokens, "more blocks are to be kept than there are"
-        self.kept[order.handle] = blocks.blocks_of(self._bound(held, order.history, text), sample_id, text)
+        self.kept[order.handle] = blocks.blocks_of(self._bound(held, order.history, text), text)
 
     def _brings(self, request: Request, held: WorkerLease) -> int:
         """The sample whose blocks the engine goes on from: its own, whether it loads what it found or computes it."""
@@ -211,7 +211,9 @@ class SimWorker:
         self.moves[why or "loaded"] += 1
         self.moves[fate] += 1
         self.feed(ev.KvLoaded(request.handle, len(text), 4 * len(text), 0.001, why))
-        return own if found is None or why else found.sample_id
+        if found is None or why or blocks.right(found, held.lease.version, text):
+            return own
+        return own + 57
 
     def _end(self, *handles: int) -> None:
         for handle in handles:

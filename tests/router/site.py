@@ -73,11 +73,6 @@ class Daemon(Bench):
             self._load(needed)
             if lacking(core, self.store, event):
                 return []  # its successor's tokens are in the ledger: it finds none that fit its own, waits with this, and ends
-        if self.world.moves_kv:
-            for run in (
-                core.runs.values()
-            ):  # a prefill is known to take long: else few samples would take their blocks along
-                run.kv.rates.prefills.means.setdefault(1, (1.0, 3600.0))
         before = self.world.cover.workers_before(core)
         actions = super().handle(event)
         self.world.events += 1
