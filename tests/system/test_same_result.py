@@ -130,6 +130,7 @@ def test_drafts_from_siblings_change_nothing(
     assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
 
+@pytest.mark.long
 def test_blocks_that_move_with_their_samples_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
