@@ -226,18 +226,18 @@ class KvMover:
         """Raises `WeightsError` when `address` cannot be bound."""
         self._engine, self._run, self._keypair, self._clock = engine, run, keypair, clock
         self._model = kv.model_digest(spec.model_config)
-        self._report = report
+        self._report, self._taken = report, taken
         self._version, self._root = -1, b""
         self._fetching: dict[int, threading.Event] = {}  # handle -> set when its lease is over
         self._shelving: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         self.shelf = KvShelf()
-        self.shelf.when_taken(lambda: _soon(loop, self._say_taken, taken))
+        self.shelf.when_taken(lambda: _soon(loop, self._say_taken))
         self._server = KvServer(self.shelf, address, on_fault)
         self.source = self._server.source
 
-    def _say_taken(self, taken: Callable[[KvTaken], None]) -> None:
-        taken(KvTaken(self.shelf.wanted()))
+    def _say_taken(self) -> None:
+        self._taken(KvTaken(self.shelf.wanted()))
 
     def loaded(self, version: int, root: bytes) -> None:
         self._version, self._root = version, root
@@ -250,6 +250,7 @@ class KvMover:
             found = await engine.take_kv(order.handle, order.tokens)
             if found is None:
                 self.shelf.drop(order.handle)
+                self._say_taken()
                 return
             binding = self._binding(order.history, found.tokens)
             task = asyncio.create_task(asyncio.to_thread(self.shelf.put, order.handle, binding, found.data))

@@ -330,6 +330,9 @@ class Chaos:
         self.done[f"{fault.kind} {part}" if part != "disk" else "disk full"] += 1
         if process is None:
             self._lasting.append(FullDisk(self.site, fault.away_s))
+        elif fault.kind == "notice":
+            if is_there(process):
+                os.kill(process.pid, signal.SIGTERM)
         elif fault.kind == "hole":
             self._lasting.append(Hole(self.proxy, process, fault.away_s, fault.coin))
         elif fault.kind == "stop" and part == "daemon":
