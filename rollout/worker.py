@@ -29,11 +29,12 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from rollout import fetching
-from rollout.engines.base import Engine, EngineHost, refuse_held
+from rollout.engines.base import Engine, EngineHost, Kv, MovesKv, refuse_held
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from rollout.fetching import Pulled
 from rollout.host_pipe import HostPipe
+from rollout.kv import KvMover
 from rollout.node_link import FurtherNodes
 from rollout.nodes import JobNode
 from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
@@ -52,6 +53,7 @@ from scavenger.protocol.worker.events import (
     EngineCrashed,
     Generated,
     HearSiblings,
+    KeepKv,
     KeyRefused,
     Loaded,
     LoadFailed,
@@ -61,6 +63,7 @@ from scavenger.protocol.worker.events import (
     PullFailed,
     PullWeights,
     Received,
+    Request,
     SendMessage,
     Serves,
     SleepEngine,
@@ -206,6 +209,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class _Brought:
+    """A request whose KV blocks were fetched, or could not be."""
+
+    request: Request
+    kv: Kv | None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What a worker is started with."""
 
@@ -234,7 +245,7 @@ class RolloutWorker:
         self._builder = builder
         self._clock = clock
         self._inbox: asyncio.Queue[WorkerEvent] = asyncio.Queue()
-        self._commands: asyncio.Queue[WorkerAction | Pulled] = asyncio.Queue()
+        self._commands: asyncio.Queue[WorkerAction | Pulled | _Brought] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
         pace = NodePace(options.pull_nbytes_per_s)
@@ -251,6 +262,8 @@ class RolloutWorker:
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
+        self._kv: KvMover | None = None  # of a run whose samples take their KV blocks along
+        self._bringing: set[asyncio.Task[None]] = set()
         self._connecting: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
         self._ahead: asyncio.Task[None] | None = None  # a pull beside generation
@@ -277,13 +290,15 @@ class RolloutWorker:
         finally:
             preload.cancel()
             self._next_ahead = None
-            for task in (*self._tasks, self._connecting, self._pulling, self._ahead):
+            for task in (*self._tasks, *self._bringing, self._connecting, self._pulling, self._ahead):
                 if task is not None:
                     task.cancel()
             if self._further is not None:
                 await self._further.close()
             if self._engine is not None:
                 await self._engine.close()
+            if self._kv is not None:
+                self._kv.close()
             self._link.close(LINGER_MS)
             self._store.close()
 
@@ -386,7 +401,14 @@ class RolloutWorker:
                 raise EngineError(f"{type(command).__name__} before the engine was built")
             elif isinstance(command, Add):
                 await self._add(self._engine, command)
+            elif isinstance(command, _Brought):
+                await self._add_brought(self._engine, command)
+            elif isinstance(command, KeepKv):
+                if self._kv is not None:
+                    await self._kv.keep(command)
             elif isinstance(command, Abort):
+                if self._kv is not None:
+                    self._kv.forget(command.handles)
                 await self._engine.abort(command.handles)
             elif isinstance(command, HearSiblings):
                 await self._engine.hear(command)
@@ -427,7 +449,12 @@ class RolloutWorker:
             from rollout.engines.device_delta import DeviceApply
 
             self._store.apply = DeviceApply(info.device)
-        self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))
+        if spec.move_kv and isinstance(self._engine, MovesKv) and self._engine.kv_token_nbytes():
+            self._kv = self._mover(self._engine, spec)
+        built = Built(info.cache_tokens, info.best_batch)
+        if self._kv is not None and isinstance(self._engine, MovesKv):
+            built = Built(info.cache_tokens, info.best_batch, self._kv.source, self._engine.kv_token_nbytes())
+        self._inbox.put_nowait(built)
         _log.info(
             "engine.built",
             name=info.name,
@@ -443,11 +470,48 @@ class RolloutWorker:
         _log.error("engine.node_lost", reason=reason)
         self._inbox.put_nowait(EngineCrashed(reason))
 
-    async def _add(self, engine: Engine, command: Add) -> None:
+    def _mover(self, engine: MovesKv, spec: messages.EngineSpec) -> KvMover | None:
+        """None where others cannot reach this host: its samples are prefilled elsewhere, as they would be without."""
         try:
-            await engine.add(command.request)
+            return KvMover(
+                engine,
+                spec,
+                self._options.identity.run,
+                self._options.keypair,
+                self._link.own_address(),
+                report=self._inbox.put_nowait,
+                taken=self._inbox.put_nowait,
+                on_fault=self._cannot_serve,
+                clock=self._clock,
+            )
+        except (OSError, ScavengerError) as error:
+            _log.warning("kv.not_served", reason=str(error))
+            return None
+
+    async def _add(self, engine: Engine, command: Add) -> None:
+        """At once, or when its KV blocks have come: nothing else waits for them."""
+        request = command.request
+        if self._kv is not None and self._kv.begins(request):
+            task = self._spawn(self._bring(self._kv, request), functools.partial(AddRefused, request.handle))
+            self._bringing.add(task)
+            task.add_done_callback(self._bringing.discard)
+        else:
+            await self._add_brought(engine, _Brought(request, None))
+
+    async def _bring(self, mover: KvMover, request: Request) -> None:
+        self._commands.put_nowait(_Brought(request, await mover.fetched(request)))
+
+    async def _add_brought(self, engine: Engine, brought: _Brought) -> None:
+        request = brought.request
+        if self._kv is not None and self._kv.is_over(request.handle):
+            return
+        try:
+            if brought.kv is not None and isinstance(engine, MovesKv):
+                await engine.add_with_kv(request, brought.kv)
+            else:
+                await engine.add(request)
         except EngineError as error:
-            self._inbox.put_nowait(AddRefused(command.request.handle, describe(error)))
+            self._inbox.put_nowait(AddRefused(request.handle, describe(error)))
 
     async def _generate(self, engine: Engine) -> None:
         while True:
@@ -520,6 +584,8 @@ class RolloutWorker:
                 )
             self._inbox.put_nowait(failed)
             return
+        if self._kv is not None:
+            self._kv.loaded(version, pulled.manifest.root)
         load_s = self._clock() - began
         self._store.loaded(pulled.nbytes, load_s)
         _log.info(

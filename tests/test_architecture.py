@@ -77,6 +77,7 @@ PURE = (
     "rollout/engines/speculation/*.py",
     "scavenger/backoff.py",
     "scavenger/parsing.py",
+    "scavenger/protocol/kv.py",
     "scavenger/protocol/messages/*.py",
     "scavenger/protocol/reserved_memory.py",
     "scavenger/protocol/step_session.py",

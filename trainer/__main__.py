@@ -137,6 +137,7 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         config.lora.rank if unmerged else 0,
         config.algorithm.kv == "keep",
         config.engine.speculation,
+        config.engine.move_kv,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollout.nodes import EngineNodes
 from scavenger.errors import EngineError
@@ -62,6 +62,14 @@ class EngineHost:
     gpus: int = 1
     sleeps: bool = False
     nodes: EngineNodes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kv:
+    """The KV blocks of a sample's first tokens. `tokens`: these, prompt first; `data`: in the engine's own layout."""
+
+    tokens: tuple[int, ...]
+    data: memoryview
 
 
 def refuse_held(held: Sequence[int], gpu_nbytes: int) -> None:
@@ -150,4 +158,30 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End at once whatever the engine started; nothing of it is called afterwards."""
+        ...
+
+
+@runtime_checkable
+class MovesKv(Protocol):
+    """What an engine does besides, whose requests take their KV blocks from engine to engine (`EngineSpec.move_kv`)."""
+
+    def kv_layout(self) -> str:
+        """Names everything that two engines must have in common to read each other's blocks, but for the model and its weights."""
+        ...
+
+    def kv_tokens(self, tokens: int) -> int:
+        """Of how many of so many first tokens it gives out and takes blocks: whole ones."""
+        ...
+
+    def kv_token_nbytes(self) -> int:
+        """Bytes that a token has in its blocks."""
+        ...
+
+    async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        """The blocks of a request's first `kv_tokens(tokens)` tokens, copied out. None: it has not so many of them, or the request is
+        over."""
+        ...
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        """As `Engine.add`, for a request whose first tokens have these blocks, which were verified."""
         ...

@@ -10,9 +10,10 @@ keeps what was drawn up to and with the first that differs from the draft: exact
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rollout.engines import merging
 from rollout.engines.account import Account, Uncounted
-from rollout.engines.base import Weight
+from rollout.engines.base import Kv, Weight
 from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
@@ -51,17 +52,22 @@ class _Row:
     stops: frozenset[int]
     cached: int = 0
     last: int = -1
-    made: int = 0
+    made: list[int] = field(default_factory=list)
     undrafted: bool = False  # its next pass verifies no draft
 
     @property
     def position(self) -> int:
-        return len(self.request.accepted) + self.made
+        return len(self.request.accepted) + len(self.made)
 
     @property
     def left(self) -> int:
         """Tokens that may still be made."""
-        return self.request.max_new_tokens - self.made
+        return self.request.max_new_tokens - len(self.made)
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All tokens of the request so far."""
+        return (*self.request.prompt, *self.request.accepted, *self.made)
 
 
 def accepts(draft: DraftTokens, place: int, token: int) -> bool:
@@ -122,6 +128,7 @@ class Decoder:
         self._cache = self._new_cache()
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
+        self._with_kv: dict[int, Kv] = {}  # of requests that wait, by handle
         self._clock = clock
         self._speculator = (
             Speculator(floor_s=1 / spec.pace if spec.pace > 0 else 0.0)
@@ -220,7 +227,7 @@ class Decoder:
         if self._speculator is not None:
             for row in self._rows:
                 self._speculator.leave(row.request.handle)
-        self._rows, self._waiting = [], []
+        self._rows, self._waiting, self._with_kv = [], [], {}
         self._cache = self._new_cache()
 
     def _new_cache(self) -> SlotCache:
@@ -250,16 +257,74 @@ class Decoder:
             cause = "the weights did not come out of sleep as they went into it"
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Of the KV cache: layers, heads, entries of a head."""
+        config = self.config
+        heads = int(config.num_attention_heads)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(config.num_hidden_layers), int(getattr(config, "num_key_value_heads", heads)), int(width)
+
+    @torch.inference_mode()
+    def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        """The entries of a running request's first tokens, as bytes; None where it has not so many, or does not run."""
+        for slot, row in enumerate(self._rows):
+            if row.request.handle == handle and row.cached >= tokens:
+                entries = self._cache.entries(slot, tokens)
+                data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in entries])
+                return Kv(row.text[:tokens], memoryview(data.cpu().numpy().tobytes()))
+        return None
+
+    def _entries_of(self, kv: Kv) -> list[Tensor] | None:
+        """The inverse; None where its bytes are not of this cache's shape."""
+        layers, heads, width = self.kv_shape
+        dtype = next(self._model.parameters()).dtype
+        if kv.data.nbytes != 2 * layers * heads * len(kv.tokens) * width * dtype.itemsize:
+            return None
+        whole = torch.frombuffer(bytearray(kv.data), dtype=dtype)
+        return list(whole.reshape(2 * layers, heads, len(kv.tokens), width).to(self._device))
+
+    def _admit_with_kv(self) -> None:
+        """Waiting requests whose entries came along take free slots and decode in this pass. What does not fit is prefilled."""
+        for request in list(self._waiting):
+            kv = self._with_kv.get(request.handle)
+            if kv is None or len(self._rows) >= self._max_batch:
+                continue
+            del self._with_kv[request.handle]
+            text = request.prompt + request.accepted
+            entries = self._entries_of(kv) if kv.tokens == text[:-1] else None
+            if entries is None:
+                continue
+            self._cache.put(len(self._rows), entries)
+            self._waiting.remove(request)
+            row = _Row(
+                request,
+                Draws(request.seed, request.key),
+                frozenset(request.sampling.stop_token_ids),
+                len(kv.tokens),
+                text[-1],
+            )
+            self._rows.append(row)
+            self._enter(row)
+
     @torch.inference_mode()
     def step(
-        self, joining: Sequence[Request], cancelled: Sequence[int], heard: Sequence[HearSiblings] = ()
+        self,
+        joining: Sequence[Request],
+        cancelled: Sequence[int],
+        heard: Sequence[HearSiblings] = (),
+        with_kv: Mapping[int, Kv] = MappingProxyType({}),
     ) -> list[Delta]:
         """One iteration: release `cancelled`, give free slots to waiting requests, one new token for every running one. `heard`: what
-        siblings said elsewhere, for drafts."""
+        siblings said elsewhere, for drafts. `with_kv`: by handle, verified entries of requests that join."""
         self._hear(heard)
         gone = set(cancelled)
         self._waiting = [r for r in (*self._waiting, *joining) if r.handle not in gone]
+        self._with_kv.update(with_kv)
+        for handle in gone:
+            self._with_kv.pop(handle, None)
         self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
+        self._admit_with_kv()
         running = len(self._rows)
         deltas, ended = self._decode() if running else ([], [])
         fresh, over = self._prefill(running)
@@ -338,12 +403,16 @@ class Decoder:
         for row, text in zip(batch, texts, strict=True):
             row.cached = len(text) - 1  # the token that is drawn counts the other one
         self._rows += batch
-        if self._speculator is not None:
-            for row in batch:
-                asked = row.request
-                name = group_of(asked.key, asked.prompt)
-                self._speculator.enter(asked.handle, name, asked.key.index, asked.prompt, asked.accepted)
+        for row in batch:
+            self._enter(row)
         return self._sample(logits, first, [NO_DRAFT] * len(batch))
+
+    def _enter(self, row: _Row) -> None:
+        """What it says is a draft for its siblings from now on."""
+        if self._speculator is not None:
+            asked = row.request
+            name = group_of(asked.key, asked.prompt)
+            self._speculator.enter(asked.handle, name, asked.key.index, asked.prompt, asked.accepted)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, last: int = 1) -> Tensor:
         """Logits `[n, last, vocab]` of so many last positions."""
@@ -411,7 +480,7 @@ class Decoder:
         kept, finish = 0, None
         for place in range(len(draft.tokens) + 1):
             row.last = token = drawn.tokens[at + place]
-            row.made += 1
+            row.made.append(token)
             kept += 1
             finish = "stop" if token in row.stops else "length" if row.left <= 0 else None
             if finish or not accepts(draft, place, token):

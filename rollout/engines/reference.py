@@ -28,8 +28,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rollout.engines import account, checksum
-from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
-from rollout.engines.decoder import Decoder
+from rollout.engines.base import EngineHost, EngineInfo, Kv, Weight, refuse_impossible
+from rollout.engines.decoder import DTYPES, Decoder
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
 from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
@@ -71,6 +71,7 @@ class ReferenceEngine:
         self._next_beat = 0.0
         self._live: set[int] = set()
         self._joining: list[Request] = []
+        self._joining_kv: dict[int, Kv] = {}
         self._cancelled: list[int] = []
         self._heard: list[HearSiblings] = []
         self._work = asyncio.Event()
@@ -106,6 +107,25 @@ class ReferenceEngine:
         self._joining.append(request)
         self._work.set()
 
+    def kv_layout(self) -> str:
+        return f"{NAME} {self._spec.dtype} {'x'.join(map(str, self._decoder.kv_shape))}"
+
+    def kv_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def kv_token_nbytes(self) -> int:
+        layers, heads, width = self._decoder.kv_shape
+        return 2 * layers * heads * width * DTYPES[self._spec.dtype].itemsize
+
+    async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        if handle not in self._live:
+            return None
+        return await self._compute(self._decoder.take_kv, handle, tokens)
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        await self.add(request)
+        self._joining_kv[request.handle] = kv
+
     async def abort(self, handles: Iterable[int]) -> None:
         gone = self._live.intersection(handles)
         self._live -= gone
@@ -125,7 +145,8 @@ class ReferenceEngine:
             joining, self._joining = self._joining, []
             cancelled, self._cancelled = self._cancelled, []
             heard, self._heard = self._heard, []
-            deltas = await self._compute(self._decoder.step, joining, cancelled, heard)
+            with_kv, self._joining_kv = self._joining_kv, {}
+            deltas = await self._compute(self._decoder.step, joining, cancelled, heard, with_kv)
             self._iterations += 1
             fresh = [d for d in deltas if d.handle in self._live]
             self._live.difference_update(d.handle for d in fresh if d.finish or d.error)
@@ -164,6 +185,7 @@ class ReferenceEngine:
         self._cancelled += self._live
         self._live.clear()
         self._joining.clear()
+        self._joining_kv.clear()
         self._work.clear()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

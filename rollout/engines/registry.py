@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from rollout.engines.base import Engine, EngineHost
-from rollout.engines.stopping import Stopping
+from rollout.engines.base import Engine, EngineHost, MovesKv
+from rollout.engines.stopping import Stopping, StoppingMover
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec
 
@@ -26,6 +26,7 @@ def with_stops(bare: Build) -> Build:
     """No engine matches stop texts itself."""
 
     async def build(spec: EngineSpec, host: EngineHost) -> Engine:
-        return Stopping(await bare(spec, host))
+        engine = await bare(spec, host)
+        return StoppingMover(engine, engine) if isinstance(engine, MovesKv) else Stopping(engine)
 
     return build

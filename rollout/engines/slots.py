@@ -9,7 +9,7 @@ Boundary: the KV cache's memory; it knows no request.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,23 @@ class SlotCache:
         """Copy the first `length` entries of one row over another's."""
         for store in (*self._keys, *self._values):
             store[target, :, :length] = store[source, :, :length]
+
+    def entries(self, row: int, length: int) -> list[Tensor]:
+        """Copies of a row's first entries: keys, then values, layer by layer, each `[kv_heads, length, head_dim]`."""
+        pairs = zip(self._keys, self._values, strict=True)
+        return [store[row, :, :length].clone() for pair in pairs for store in pair]
+
+    def put(self, row: int, entries: Sequence[Tensor]) -> None:
+        """Fill a row's first entries with what `entries` gave."""
+        length = entries[0].shape[1]
+        while len(self._keys) < len(entries) // 2:
+            like = entries[2 * len(self._keys)][None]
+            self._keys.append(self._empty(like))
+            self._values.append(self._empty(like))
+        self._grow(length)
+        for layer in range(len(self._keys)):
+            self._keys[layer][row, :, :length] = entries[2 * layer]
+            self._values[layer][row, :, :length] = entries[2 * layer + 1]
 
     def wipe(self, row: int, first: int = 0) -> None:
         """Zero a row's entries from `first` on, which may hold NaN: a masked NaN still poisons attention (0 * NaN)."""

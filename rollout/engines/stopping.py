@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollout.engines import tokenizer_trial
-from rollout.engines.base import Engine, EngineInfo, Weight
+from rollout.engines.base import Engine, EngineInfo, Kv, MovesKv, Weight
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.weights import files
@@ -136,9 +136,14 @@ class Stopping:
         self._matchers: dict[int, Matcher] = {}
 
     async def add(self, request: Request) -> None:
-        how = request.sampling
-        matcher = self._matcher(request) if how.stop else None
-        await self._engine.add(request)
+        with self._matched(request):
+            await self._engine.add(request)
+
+    @contextlib.contextmanager
+    def _matched(self, request: Request) -> Iterator[None]:
+        """A request that is taken within is matched from now on."""
+        matcher = self._matcher(request) if request.sampling.stop else None
+        yield
         if matcher is not None:
             self._matchers[request.handle] = matcher
 
@@ -250,3 +255,27 @@ class Stopping:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+class StoppingMover(Stopping):
+    """The same around an engine that moves KV blocks (`base.MovesKv`)."""
+
+    def __init__(self, engine: Engine, moves: MovesKv) -> None:
+        super().__init__(engine)
+        self._moves = moves
+
+    def kv_layout(self) -> str:
+        return self._moves.kv_layout()
+
+    def kv_tokens(self, tokens: int) -> int:
+        return self._moves.kv_tokens(tokens)
+
+    def kv_token_nbytes(self) -> int:
+        return self._moves.kv_token_nbytes()
+
+    async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        return await self._moves.take_kv(handle, tokens)
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        with self._matched(request):
+            await self._moves.add_with_kv(request, kv)

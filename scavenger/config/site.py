@@ -171,6 +171,10 @@ class RouterSection(Section):
     """Bytes a second at most, before compression, of siblings' tokens that the daemon sends to each engine of a run with
     `engine.speculation = "group"` ([engines.md](engines.md#grouped-speculation)); a token has four. 0: an engine
     drafts from its own samples alone."""
+    share_prompts: bool = False
+    """`true`: new samples of one prompt are put on one engine where that changes no engine's number of samples, so that an
+    engine that keeps prefixes (vLLM) prefills the prompt once ([engines.md](engines.md#prompts-that-are-shared)).
+    A lost engine then has more of a group."""
 
 
 class LedgerSection(Section):

@@ -497,6 +497,7 @@ class Daemon:
             gpu_memory=tuple(self._shared_gpus(server)),
             weights_pauses=tuple(self._weights_pauses(server)),
             speculation=tuple(self._speculation(server)),
+            kv_blocks=tuple(self._kv_blocks(server)),
             engines=fleet.engines_of(server.router.core.runs.values(), self._outlooks()),
             runs=fleet.runs_of(server.router.core.runs.values()),
             clusters=self.clusters.status(self.clock()) if self.clusters is not None else (),
@@ -535,6 +536,21 @@ class Daemon:
             if found.verifications and not run.ended:
                 yield status.Speculation(
                     run.name, found.drafted, found.accepted, found.verifications, run.siblings_sent
+                )
+
+    def _kv_blocks(self, server: RouterServer) -> Iterator[status.KvBlocks]:
+        for run in server.router.core.runs.values():
+            found = run.kv
+            if found.offered and not run.ended:
+                yield status.KvBlocks(
+                    run.name,
+                    found.moved,
+                    found.prefilled,
+                    found.gone,
+                    found.refused,
+                    found.tokens,
+                    found.nbytes,
+                    found.seconds,
                 )
 
     # ---------------------------------------------------------------- what router and harvester ask of it

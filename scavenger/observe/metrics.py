@@ -29,6 +29,10 @@ class Metric:
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
 
+#: What may become of the KV blocks of a moved sample.
+KV_OUTCOMES = ("moved", "prefilled", "gone", "refused")
+
+
 @dataclass(frozen=True, slots=True)
 class RunReading:
     """One run now. `engines`: (kind, state) -> how many; `samples`: state -> how many; times are Unix seconds."""
@@ -44,6 +48,10 @@ class RunReading:
     weights_pause_s: float = 0.0
     speculated: Speculated = NOT_SPECULATED
     siblings_sent: int = 0
+    #: What became of moved samples' KV blocks -> samples.
+    kv_samples: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(KV_OUTCOMES, 0))
+    kv_tokens: int = 0  # whose blocks moved
+    kv_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,14 @@ METRICS = (
         ("run",),
     ),
     Metric(
+        "kv_samples",
+        "counter",
+        "Moved samples whose KV blocks were kept, by what became of these: moved, prefilled, gone, refused",
+        ("run", "outcome"),
+    ),
+    Metric("kv_tokens", "counter", "Tokens whose KV blocks moved and were not prefilled again", ("run",)),
+    Metric("kv_bytes", "counter", "Bytes of KV blocks that moved from engine to engine", ("run",)),
+    Metric(
         "quarantined_nodes",
         "gauge",
         "Nodes that get no engine now because engines died on them",
@@ -246,6 +262,9 @@ def _runs(f: StatusMetrics) -> Iterator[Sample]:
         yield "accepted_drafts", one, run.speculated.accepted
         yield "verifications", one, run.speculated.verifications
         yield "sibling_tokens", one, run.siblings_sent
+        yield from (("kv_samples", (run.name, how), count) for how, count in sorted(run.kv_samples.items()))
+        yield "kv_tokens", one, run.kv_tokens
+        yield "kv_bytes", one, run.kv_nbytes
         yield "run_step", one, run.step
         yield (
             "run_progress_timestamp_seconds",

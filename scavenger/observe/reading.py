@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from scavenger import __version__
 from scavenger.ledger.faults import WriterState
-from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
+from scavenger.observe.metrics import KV_OUTCOMES, Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
@@ -83,4 +83,7 @@ def _run(run: ActiveRun, wanted: int) -> RunReading:
         max(worker_counts.pauses(run), default=0.0),
         run.speculated,
         run.siblings_sent,
+        {how: getattr(run.kv, how) for how in KV_OUTCOMES},
+        run.kv.tokens,
+        run.kv.nbytes,
     )

@@ -193,6 +193,19 @@ class Speculation(msgspec.Struct, frozen=True):
     sent: int = 0
 
 
+class KvBlocks(msgspec.Struct, frozen=True):
+    """What became of the KV blocks of a run's moved samples since the daemon began; as in `KvMoves`."""
+
+    run: str
+    moved: int
+    prefilled: int
+    gone: int
+    refused: int
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
 class Status(msgspec.Struct, frozen=True):
     """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
 
@@ -233,6 +246,7 @@ class Status(msgspec.Struct, frozen=True):
         WeightsPause, ...
     ] = ()  # of open runs whose engines went from one version to the next
     speculation: tuple[Speculation, ...] = ()  # of open runs whose engines verified a draft
+    kv_blocks: tuple[KvBlocks, ...] = ()  # of open runs whose engines kept some
     engines: tuple[fleet.EngineNow, ...] = ()  # of open runs, by id
     runs: tuple[fleet.RunNow, ...] = ()  # the open ones, by name
     clusters: tuple[ClusterNow, ...] = ()  # further ones, by name
@@ -330,6 +344,7 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         *map(shares, s.gpu_memory),
         *map(paused, s.weights_pauses),
         *map(speculates, s.speculation),
+        *map(moves_kv, s.kv_blocks),
     ]
     said = [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
     return list(map(printable, said))
@@ -439,6 +454,15 @@ def speculates(found: Speculation) -> str:
     )
 
 
+def moves_kv(found: KvBlocks) -> str:
+    """Pure."""
+    return (
+        f"kv        run {found.run}: {found.moved:,} moved samples took {found.tokens:,} tokens' blocks along "
+        f"({found.nbytes / 1e6:,.1f} MB, {found.seconds:.3f} s); {found.prefilled:,} prefilled as no slower, {found.gone:,} gone, "
+        f"{found.refused:,} refused"
+    )
+
+
 def left_behind(partition: str) -> str:
     """What becomes of engines without a daemon, and how to end them now. Pure."""
     return f"engines without a daemon leave after 15 minutes; at once, as its user: scancel -u $USER -p {partition}"
@@ -512,6 +536,7 @@ _ENDS = (
     "gpu_memory",
     "weights_pauses",
     "speculation",
+    "kv_blocks",
     "engines",
     "runs",
 )

@@ -10,8 +10,8 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Hashable
+from typing import NoReturn, Protocol
 
 import structlog
 import zmq
@@ -19,8 +19,17 @@ from zmq.utils import garbage
 
 from scavenger.errors import WeightsError, WireError
 from scavenger.host.listening import ACCEPT_QUEUE
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, Reach, decode_request, encode
-from scavenger.weights.version_store import VersionStore
+from scavenger.weights.protocol import (
+    MAX_REQUEST_BYTES,
+    Get,
+    Map,
+    NoSuch,
+    Reach,
+    SourceRequest,
+    decode_request,
+    encode,
+)
+from scavenger.weights.version_store import SourceStats, StoreReply
 
 SEND_QUEUE = 16  # answers that may wait for one receiver
 _POLL_MS = 1000
@@ -37,12 +46,23 @@ def end_process(fault: WeightsError) -> NoReturn:
     os._exit(fault.exit_code)
 
 
+class Served(Protocol):
+    """What is served: a version store, or KV blocks. Called in the server's thread."""
+
+    @property
+    def stats(self) -> SourceStats: ...
+
+    def reply(self, request: SourceRequest, reader: Hashable) -> StoreReply:
+        """What to answer: the message, and a chunk's bytes."""
+        ...
+
+
 class CurveServer:
     """`close` may be called from any thread. `fault`: why it serves no more."""
 
     def __init__(
         self,
-        store: VersionStore,
+        store: Served,
         address: str,
         on_fault: Callable[[WeightsError], None] = end_process,
         port: int = 0,

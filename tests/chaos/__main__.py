@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--faults",
         default="kill,stop,hole",
-        help=f"of {','.join(KINDS)} (disk needs root; default: all but disk)",
+        help=f"of {','.join(KINDS)} (disk needs root; default: kill, stop, hole)",
     )
     parser.add_argument(
         "--off-policy",
@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=range(17),
         default=0,
         help="steps that are generated in advance, 0 to 16 (default 0), with kv = keep; the reference engine keeps no cache",
+    )
+    parser.add_argument(
+        "--move-kv",
+        action="store_true",
+        help="samples that move take their KV blocks along (engine.move_kv); engines are told to leave too (fault notice)",
     )
     parser.add_argument(
         "--episodes",
@@ -110,7 +115,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupted)
     work = args.dir.resolve() if args.dir else Path(tempfile.mkdtemp(prefix="scavenger-chaos-"))
     steps = args.steps or max(4, args.kills // 4)
-    kinds = tuple(args.faults.split(","))
+    kinds = tuple(args.faults.split(",")) + (("notice",) if args.move_kv else ())
     site = work / f"run-{os.getpid()}"
     options = Options(
         site,
@@ -123,6 +128,7 @@ def main() -> int:
         deadline_s=60 * args.minutes,
         off_policy=args.off_policy,
         episodes=args.episodes,
+        move_kv=args.move_kv,
     )
     try:
         model = work / "model"

@@ -25,9 +25,10 @@ WEIGHTS = {
 #: What else can happen to which part.
 STOPPABLE = {"daemon": 1.0, "engine": 2.0, "rank": 1.0}
 HOLED = {"engine": 2.0, "rank": 1.0}
-KINDS = ("kill", "stop", "hole", "disk")
+NOTICED = {"engine": 1.0}  # told to leave, as Slurm does that gives notice
+KINDS = ("kill", "stop", "hole", "disk", "notice")
 #: One of these for so many kills.
-KILLS_FOR_ONE = {"stop": 8, "hole": 8, "disk": 25}
+KILLS_FOR_ONE = {"stop": 8, "hole": 8, "disk": 25, "notice": 1}
 FIRST, LAST = 0.02, 0.92
 MOST_DELAY_S, MOST_AWAY_S = 0.6, 4.0
 
@@ -66,7 +67,8 @@ def plan(seed: int, kills: int, kinds: Collection[str], parts: Collection[str]) 
         raise ValueError(f"unknown faults {sorted(unknown)}: choose among {', '.join(KINDS)}")
     dice = random.Random(f"chaos {seed}")
     wanted = [("kill", part) for part in _parts(dice, WEIGHTS, parts, kills if "kill" in kinds else 0)]
-    for kind, weights in (("stop", STOPPABLE), ("hole", HOLED), ("disk", {"disk": 1.0})):
+    others = (("stop", STOPPABLE), ("hole", HOLED), ("disk", {"disk": 1.0}), ("notice", NOTICED))
+    for kind, weights in others:
         count = max(1, kills // KILLS_FOR_ONE[kind]) if kind in kinds else 0
         wanted += [(kind, part) for part in _parts(dice, weights, {*parts, "disk"}, count)]
     dice.shuffle(wanted)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
@@ -65,6 +66,7 @@ class Options:
     deadline_s: float = 1200.0
     off_policy: int = 0
     episodes: str = ""
+    move_kv: bool = False
 
     @property
     def parts(self) -> set[str]:
@@ -136,7 +138,9 @@ class Chaos:
     def _write_run(self) -> Path:
         options = self.options
         run = {"steps": options.steps, "poison_after": 100_000, "deterministic": not options.off_policy}
-        engine = {"max_batch": 8 if options.off_policy else 4, "pace": options.pace}
+        engine: dict[str, Any] = {"max_batch": 8 if options.off_policy else 4, "pace": options.pace}
+        if options.move_kv:
+            engine["move_kv"] = True
         reserved = {"wake_after_s": 1.0}
         if options.episodes:
             self._environment = agents.plain(self.model, self.tool, self.site.dir)
@@ -326,6 +330,9 @@ class Chaos:
         self.done[f"{fault.kind} {part}" if part != "disk" else "disk full"] += 1
         if process is None:
             self._lasting.append(FullDisk(self.site, fault.away_s))
+        elif fault.kind == "notice":
+            if is_there(process):
+                os.kill(process.pid, signal.SIGTERM)
         elif fault.kind == "hole":
             self._lasting.append(Hole(self.proxy, process, fault.away_s, fault.coin))
         elif fault.kind == "stop" and part == "daemon":

@@ -19,6 +19,8 @@ THERE = [Process("engine", f"harvested node{n}", 10 + n, 1) for n in range(3)] +
 def test_a_seed_says_every_fault_and_another_seed_others() -> None:
     one = plan(3, 50, ("kill", "stop", "hole", "disk"), PARTS)
     assert one == plan(3, 50, ("disk", "hole", "stop", "kill"), sorted(PARTS))
+    told = Counter(fault.kind + fault.part for fault in plan(3, 6, ("notice",), PARTS))
+    assert told == {"noticeengine": 6}, "engines alone are told to leave"
     assert one != plan(4, 50, ("kill", "stop", "hole", "disk"), PARTS)
     assert Counter(fault.kind for fault in one) == {"kill": 50, "stop": 6, "hole": 6, "disk": 2}
     assert {fault.part for fault in one if fault.kind == "kill"} == PARTS

@@ -243,6 +243,9 @@ class Coverage:
         self.events: Counter[tuple[str, str]] = Counter()  # a worker's status before and after one event
         self.phases: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[tuple[str, str]] = Counter()
+        self.blocks: Counter[str] = (
+            Counter()
+        )  # KV blocks that leases named: what they found, and why engines refused them
         self.siblings: Counter[str] = (
             Counter()
         )  # tokens told, drafted and accepted; messages that were forged, by kind
@@ -256,6 +259,7 @@ class Coverage:
         for mine, theirs in zip(self.tables(), other.tables(), strict=True):
             mine.update(theirs)
         self.siblings.update(other.siblings)
+        self.blocks.update(other.blocks)
         self.schedules += other.schedules
         self.trained_beside += other.trained_beside
         self.ended_late += other.ended_late
@@ -275,6 +279,7 @@ class Coverage:
             f"faults: {len(self.faults)} pairs of fault and state, {demanded} demanded, missing {faults_missing(self)}"
         )
         lines.append(f"siblings' tokens: {dict(self.siblings)}")
+        lines.append(f"KV blocks of leases: {dict(self.blocks)}")
         for kind in sorted({kind for kind, _ in self.faults}):
             met = [f"{state} {n:,}" for (name, state), n in sorted(self.faults.items()) if name == kind]
             lines.append(f"  {kind}: {', '.join(met)}")

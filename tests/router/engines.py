@@ -6,12 +6,21 @@ An answer depends on its sample alone, so that what arrives at the trainer can b
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache
 
 from rollout.engines.speculation.groups import Groups, group_of
-from scavenger.protocol.messages import Chunk, Chunks, SiblingTokens, pack_logprobs, pack_tokens
+from scavenger.protocol.kv import KvBinding
+from scavenger.protocol.messages import (
+    Chunk,
+    Chunks,
+    SiblingTokens,
+    WeightSource,
+    pack_logprobs,
+    pack_tokens,
+    unpack_tokens,
+)
 from scavenger.protocol.worker import events as ev
 from scavenger.protocol.worker.events import (
     Delta,
@@ -22,7 +31,9 @@ from scavenger.protocol.worker.events import (
     WorkerPhase,
 )
 from scavenger.protocol.worker.session import Session
-from tests.router import drafts
+from scavenger.protocol.worker.work import WorkerLease
+from tests.router import blocks, drafts
+from tests.router.blocks import KeptBlocks
 from tests.router.links import Link
 
 MAX_TOKENS = 8
@@ -92,6 +103,13 @@ class SimWorker:
         self.hears = False  # it was told what siblings said elsewhere: from then on it drafts
         self.told: deque[SiblingTokens] = deque(maxlen=12)  # what its daemon sent it for that
         self.drafted = self.accepted = 0
+        self.moves_kv = False
+        self.kept: dict[int, KeptBlocks] = {}  # KV blocks of samples that left, by number
+        self.fate: deque[str] = deque()  # of the next blocks that it reads
+        self.read: Callable[[WeightSource, int, str], KeptBlocks | None] = lambda _source, _number, _fate: (
+            None
+        )
+        self.moves: Counter[str] = Counter()  # what came of the blocks that leases named
         self.stopped = False
         self.left: ev.EndWorker | None = None
         self.built = False
@@ -118,6 +136,8 @@ class SimWorker:
                     self.said.append(message)
             case ev.Add(request=request):
                 self._add(request)
+            case ev.KeepKv():
+                self._keep(action)
             case ev.Abort(handles=handles):
                 for handle in handles:
                     self._end(handle)
@@ -137,6 +157,8 @@ class SimWorker:
                 self.todo = deque([*(a for a in self.todo if not isinstance(a, ev.LoadWeights)), action])
             case ev.Build():
                 self.built = True
+                if self.moves_kv:
+                    self.feed(ev.Built(0, 0, blocks.source_of(self.name), blocks.TOKEN_NBYTES))
             case ev.SleepEngine():
                 self._end(*self.requests)
                 self.todo.append(action)
@@ -159,9 +181,39 @@ class SimWorker:
         assert base + request.max_new_tokens == MAX_TOKENS, (
             f"sample {sample_id}: the budget changed with the lease (I5)"
         )
-        self.requests[request.handle] = (sample_id, base)
+        self.requests[request.handle] = (self._brings(request, held), base)
         name = group_of(request.key, request.prompt)
         self.groups.enter(request.handle, name, request.key.index, request.prompt, request.accepted)
+
+    def _bound(self, held: WorkerLease, history: str, tokens: tuple[int, ...]) -> KvBinding:
+        work = self.session.work
+        return blocks.binding(self.run, history, held.lease.version, work.loaded_root, tokens)
+
+    def _keep(self, order: ev.KeepKv) -> None:
+        held = self.session.work.leases.of_handle(order.handle)
+        assert held is not None, "the blocks of no lease are to be kept"
+        sample_id = held.lease.sample_id
+        text = (*unpack_tokens(held.lease.prompt), *answer(sample_id))[: order.tokens]
+        assert len(text) == order.tokens, "more blocks are to be kept than there are"
+        self.kept[order.handle] = blocks.blocks_of(self._bound(held, order.history, text), text)
+
+    def _brings(self, request: Request, held: WorkerLease) -> int:
+        """The sample whose blocks the engine goes on from: its own, whether it loads what it found or computes it."""
+        order, own = request.kv, held.lease.sample_id
+        if order is None:
+            return own
+        text = (*request.prompt, *request.accepted)[:-1]
+        fate = self.fate.popleft() if self.fate else "kept"
+        found = self.read(order.source, order.number, fate)
+        why = (
+            "nothing came" if found is None else blocks.fault(found, self._bound(held, request.history, text))
+        )
+        self.moves[why or "loaded"] += 1
+        self.moves[fate] += 1
+        self.feed(ev.KvLoaded(request.handle, len(text), 4 * len(text), 0.001, why))
+        if found is None or why or blocks.right(found, held.lease.version, text):
+            return own
+        return own + 57
 
     def _end(self, *handles: int) -> None:
         for handle in handles:

@@ -57,7 +57,9 @@ from scavenger.router.edge.pipeline import checked, filled, lacking, lacking_mes
 from tests.router.memory_ledger import Ledger
 
 OWNER = PeerIdentity("owner", "owner-key")
-SPEC = EngineSpec("reference", "{}", "float32", max_batch=4, context_length=64, speculation="group")
+SPEC = EngineSpec(
+    "reference", "{}", "float32", max_batch=4, context_length=64, speculation="group", move_kv=True
+)
 SOURCE = WeightSource("tcp://127.0.0.1:1", "key", b"token")
 M = TypeVar("M", bound=Message)
 CONFIG = {

@@ -17,7 +17,7 @@ from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
-from tests.router import drafts
+from tests.router import blocks, drafts
 from tests.router.harness import chunk_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -317,6 +317,11 @@ def draft_accepted_unverified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafts, "accepts", lambda _drafted, _drawn: True)
 
 
+def kv_loaded_unverified(patch: pytest.MonkeyPatch) -> None:
+    """An engine loads whatever blocks it finds."""
+    patch.setattr(blocks, "fault", lambda _found, _expected: "")
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
@@ -371,6 +376,7 @@ PLANTS: dict[str, Planted] = {
         Planted(set_aside_and_kept, "was set aside and is"),
         Planted(blamed_on_another, "was set aside and is healthy"),
         Planted(draft_accepted_unverified, "others. tokens were accepted", (40, 82, 89)),
+        Planted(kv_loaded_unverified, "others. tokens were accepted", (18, 60)),
         Planted(delivered_in_half, "delivered with other tokens than the ledger"),
     )
 }

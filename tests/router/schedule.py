@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+from tests.router.blocks import FATES
 from tests.router.coverage import Coverage
 from tests.router.drafts import BYTES_PER_S, FORGED
 from tests.router.draw import draw, opening
@@ -17,6 +18,10 @@ from tests.router.world import World
 
 #: Drafts that are wrong, late or another group's, by op, in schedules that have any.
 DRAFTS = 0.15
+#: KV blocks that are late, corrupt, of another version or sample, by op, in schedules in which any move.
+WRONG_BLOCKS = 0.12
+#: Engines that are told to leave, beside the others, in such schedules.
+LEAVES = 0.03
 
 
 class Failed(AssertionError):
@@ -37,15 +42,20 @@ def run(
     alone = seed % 4 == 3
     # Numbers of their own: what is drawn besides is the same with drafts and without.
     drafts = random.Random(-seed) if seed % 7 == 5 else None
+    fates = random.Random(-seed) if seed % 7 == 4 else None
     with cover.watching():
         try:
             begin, trouble = opening(rng), rng.choice((0.04, 0.08, 0.12, 0.2))
             if drafts is not None:
                 world.apply(["speculate", BYTES_PER_S])
+            if fates is not None:
+                world.apply(["move_kv"])
             for number in range(ops):
                 world.apply(begin[number] if number < len(begin) else draw(world, rng, trouble))
                 if drafts is not None and world.workers and drafts.random() < DRAFTS:
                     world.apply(["draft", drafts.choice(list(world.workers)), drafts.choice(list(FORGED))])
+                if fates is not None and world.workers:
+                    _move_blocks(world, fates)
             world.make_calm(alone)
             for worker in world.workers.values():
                 world.note_drafts(worker)
@@ -55,6 +65,16 @@ def run(
     cover.handled += world.events
     cover.set_aside += len(world.truth.set_aside)
     return world
+
+
+def _move_blocks(world: World, rng: random.Random) -> None:
+    """An engine is told to leave now and then, with its samples' blocks; and what the next reader finds is not always just these."""
+    roll, name = rng.random(), rng.choice(list(world.workers))
+    busy = [worker.name for worker in world.workers.values() if worker.requests]
+    if roll < LEAVES and busy:
+        world.apply(["term", rng.choice(busy)])
+    elif roll < LEAVES + WRONG_BLOCKS:
+        world.apply(["fate", name, rng.choice(FATES)])
 
 
 def play(log: list[Op], alone: bool = False, cover: Coverage | None = None) -> World:

@@ -21,6 +21,7 @@ from scavenger.protocol.messages import (
     Sleep,
     UseWeights,
     Wake,
+    WeightSource,
     WorkerHello,
 )
 from scavenger.protocol.worker import events as ev
@@ -39,6 +40,8 @@ from scavenger.router.core.events import (
 )
 from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked, lacking
+from tests.router import blocks
+from tests.router.blocks import KeptBlocks
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
@@ -172,6 +175,7 @@ class Site:
         self.campaigns: dict[str, Campaign] = {}
         self.incarnations: dict[str, tuple[int, str, str]] = {}  # intent -> (newest incarnation, run, node)
         self.outage = self.spares = self.spawned = 0
+        self.moves_kv = False
 
     def apply(self, op: Op) -> None:
         """Let one thing happen."""
@@ -184,6 +188,21 @@ class Site:
         self.limits = replace(self.limits, sibling_bytes_per_s=bytes_per_s)
         if not self.events:
             self.daemon = Daemon(self, self.daemon.generation)
+
+    def on_move_kv(self) -> None:
+        """Engines that are built from now on keep the KV blocks of samples that leave them, and read what others kept."""
+        self.moves_kv = True
+
+    def read_blocks(self, source: WeightSource, number: int, fate: str) -> KeptBlocks | None:
+        """What a reader finds at a holder, which is told when it has all of it."""
+        holder = next((w for w in self.workers.values() if blocks.source_of(w.name) == source), None)
+        if holder is None or holder.stopped:
+            return None
+        others = [b for w in self.workers.values() for n, b in w.kept.items() if (w, n) != (holder, number)]
+        found = blocks.on_the_way(holder.kept.get(number), fate, others[-1] if others else None)
+        if found is not None and holder.kept.pop(number, None) is not None:
+            holder.feed(ev.KvTaken(len(holder.kept)))
+        return found
 
     def note_told(self, link: Link, message: SiblingTokens) -> None:
         self.cover.siblings["told"] += sum(piece.count for piece in message.pieces)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.router import schedule, shrink
+from tests.router.blocks import FATES
 from tests.router.coverage import EXCUSED, FAULTS, Coverage, excused, faults_missing, illegal, missing
 from tests.router.memory_ledger import StoredLedger
 from tests.router.plants import PLANTS
@@ -61,6 +62,9 @@ def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(
     assert total.set_aside > 150, "engines whose numbers are wrong are hardly ever found"
     assert missing(total) == []
     assert faults_missing(total) == []
+    assert [fate for fate in (*FATES, "loaded") if total.blocks[fate] < 10] == [], (
+        "KV blocks hardly ever move"
+    )
 
 
 def test_what_is_not_demanded_has_its_reason_and_what_is_counted_has_its_table() -> None:

@@ -53,6 +53,7 @@ class World(Site):
             kind, run, f"s{name}", incarnation, name, node, 1, "reference", "0", 1, slot=slot
         )
         worker = SimWorker(name, me, intent if kind == "harvested" else "", self.daemon.now, self.cover.phase)
+        worker.moves_kv, worker.read = self.moves_kv, self.read_blocks
         self.spawned += 1
         worker.spawned = self.spawned
         self.workers[name] = worker
@@ -78,6 +79,7 @@ class World(Site):
                     worker.feed(ev.Connected())
                 case ev.LoadWeights(weights=weights):
                     root = self._root(worker.run, weights.version)
+                    worker.kept.clear()
                     worker.feed(ev.Loaded(weights.version, root, 0.1, 0.1))
                 case ev.SleepEngine(order=order):
                     worker.awake = False
@@ -215,6 +217,11 @@ class World(Site):
         if message is not None:
             self.cover.siblings[kind] += 1
             worker.link.down.append(message)
+
+    def on_fate(self, name: int, fate: str) -> None:
+        """What the next KV blocks that a worker reads come as."""
+        if name in self.workers:
+            self.workers[name].fate.append(fate)
 
     def on_gone(self, intent: str, incarnation: int, reason: str, crashed: bool) -> None:
         """The scheduler says that a job's incarnation is over: soon, late, or while its process still runs."""
@@ -378,6 +385,7 @@ class World(Site):
             self._calm_moment(1, 0.25)
 
     def note_drafts(self, worker: SimWorker) -> None:
+        self.cover.blocks.update(worker.moves)
         self.cover.siblings["drafted"] += worker.drafted
         self.cover.siblings["accepted"] += worker.accepted
 

@@ -130,6 +130,41 @@ def test_drafts_from_siblings_change_nothing(
     assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
 
+@pytest.mark.long
+def test_blocks_that_move_with_their_samples_change_nothing(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    """Under preemption with notice: a sample that takes its KV blocks along (`engine.move_kv`) goes on as one that is prefilled."""
+    options = SiteOptions(
+        "local", tmp_path, demo_layout(grace_s=2.0, requeue_delay_s=0.5), poll_interval_s=0.2, max_engines=4
+    )
+    with DemoSite(options) as site:
+        run = play.write_run(
+            site, small_model, run={"steps": 80}, engine={"max_batch": 4, "pace": 10.0, "move_kv": True}
+        )
+        training = play.submit(site, run)
+        lost: set[int] = set()
+        while not lost or not _blocks_moved(site):
+            for worker, _job, node in play.wait_for(
+                "engines at work", lambda: [one for one in play.busy(site) if one[0] not in lost]
+            ):
+                lost.add(worker)
+                site.submit_other(0.3, 4, node)
+        steps = play.steps_done(site)
+        play.wait_for("a step behind that", lambda: play.steps_done(site) > steps + 1)
+        done = play.cut_short(site, training)
+        found = play.result(site).until(done)
+        taken = "SELECT count(*) FROM decisions WHERE policy = 'kv' AND code = 'blocks'"
+        assert play.ask(site, taken)[0][0] > 0, (
+            "the ledger says which samples took their blocks along, and why"
+        )
+    assert found == play.as_long(undisturbed, found, small_model, tmp_path)
+
+
+def _blocks_moved(site: DemoSite) -> bool:
+    return any(one.moved > 2 for one in status.read(site.state_dir).kv_blocks)
+
+
 def _drafts(site: DemoSite) -> tuple[int, int]:
     """Drafted tokens that were accepted, and siblings' tokens that were sent for drafts."""
     found = status.read(site.state_dir).speculation

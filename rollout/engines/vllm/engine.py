@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ import structlog
 import torch
 
 from rollout.engines import account, checksum, merging, published, slices
-from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
+from rollout.engines.base import EngineHost, EngineInfo, Kv, Weight, refuse_impossible
 from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
@@ -97,7 +98,12 @@ def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.Published
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**setup.arguments(spec, host, folder, config, gpu)))
+        chosen = setup.arguments(spec, host, folder, config, gpu)
+        if "kv_transfer_config" in chosen:
+            from vllm.config import KVTransferConfig
+
+            chosen["kv_transfer_config"] = KVTransferConfig(**chosen["kv_transfer_config"])
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -182,6 +188,11 @@ class VllmEngine:
             maxlen=MAX_NEWS
         )  # of siblings elsewhere, not yet told to vLLM's process
         self._telling: asyncio.Task[None] | None = None
+        self._kv_shape = ("", 0, 0)  # of the blocks that move: layout, bytes a token, tokens a block
+        self._texts: dict[int, list[int]] = {}  # of requests that run, where their blocks may be asked for
+        self._brought: dict[
+            int, int
+        ] = {}  # handle -> descriptor of the memory with the blocks that it brought
         self._introduced: set[str] = set()  # groups whose prompt that process was told
 
     async def prepare(self) -> None:
@@ -199,6 +210,8 @@ class VllmEngine:
                 (True, self._spec.pace, self._spec.routing, self._spec.speculation == "group"),
             )
         )
+        if setup.moves_kv(self._spec, self._host):
+            (self._kv_shape,) = await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
         await self._divide()
         if self._gpus[0].counts:
             self._taken = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
@@ -345,12 +358,58 @@ class VllmEngine:
 
     # ------------------------------------------------------------ requests
 
+    def kv_layout(self) -> str:
+        return self._kv_shape[0]
+
+    def kv_tokens(self, tokens: int) -> int:
+        block = self._kv_shape[2]
+        return tokens // block * block if block else 0
+
+    def kv_token_nbytes(self) -> int:
+        return self._kv_shape[1]
+
+    async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        stream, count, known = self._streams.get(handle), self.kv_tokens(tokens), self._texts.get(handle)
+        if stream is None or known is None or not 0 < count <= len(known):
+            return None
+        nbytes = count * self.kv_token_nbytes()
+        fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+            (taken,) = await self._call(
+                self._llm.collective_rpc("scavenger_take_kv", CALL_S, (stream.get_name(), count, path))
+            )
+            # A mapping keeps the memory when its descriptor is closed.
+            return Kv(tuple(known[:count]), memoryview(mmap.mmap(fd, nbytes))) if taken else None
+        finally:
+            os.close(fd)
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, kv.data.nbytes)
+            setup.write_at(fd, kv.data, 0)
+            await self._begin(request, {"path": f"/proc/{os.getpid()}/fd/{fd}", "tokens": len(kv.tokens)})
+        except BaseException:
+            os.close(fd)
+            raise
+        self._brought[request.handle] = fd
+
     async def add(self, request: Request) -> None:
+        await self._begin(request, None)
+
+    async def _begin(self, request: Request, brought: dict[str, Any] | None) -> None:
+        """`brought`: where vLLM's connector finds the entries of its first tokens."""
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
         params = _params(request, self._layout.vocab_size)
+        if brought is not None:
+            params.extra_args = {"kv_transfer_params": brought}
+        if self._kv_shape[2]:
+            self._texts[request.handle] = [*request.prompt, *request.accepted]
         self._serial += 1
         drafts = self._spec.speculation != "none"
         name = request_name(self._serial, request.key, request.prompt) if drafts else str(self._serial)
@@ -404,6 +463,8 @@ class VllmEngine:
                 given = len(request.prompt) + position  # each token's row is of the position before it
                 delta = replace(delta, routing=await self._routed(name, given - 1, len(delta.token_ids)))
             position += len(delta.token_ids)
+            if request.handle in self._texts:
+                self._texts[request.handle] += delta.token_ids
             self._made += 1
             self._ready.append(delta)
             self._work.set()
@@ -448,6 +509,9 @@ class VllmEngine:
     def _ended(self, handle: int, task: asyncio.Task[None]) -> None:
         if self._streams.get(handle) is task:
             del self._streams[handle]
+        self._texts.pop(handle, None)
+        if (fd := self._brought.pop(handle, None)) is not None:
+            os.close(fd)
         self._routes.pop(task.get_name(), None)
         error = None if task.cancelled() else task.exception()
         if error is not None:

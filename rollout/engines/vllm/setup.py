@@ -37,6 +37,13 @@ CPU_BLOCK = 32  # tokens; the smallest that vLLM's CPU kernels take
 CPU_CACHE_NBYTES = 1 << 30
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which it has room to give
 EXTENSION = "rollout.engines.vllm.worker.Extension"
+#: Our own connector. Blocks that it could not load, vLLM computes.
+KV_TRANSFER = {
+    "kv_connector": "KvMover",
+    "kv_connector_module_path": "rollout.engines.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
 MAX_SOCKET_PATH = 60  # vLLM appends a name to it, and a Unix socket's whole path has 107 characters
 
 #: Set before vLLM is imported, unless the site's environment has them.
@@ -162,6 +169,8 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
             "model": PATH,
             "num_speculative_tokens": MAX_DRAFT,
         }
+    if moves_kv(spec, host):
+        chosen["kv_transfer_config"] = KV_TRANSFER
     if spec.adapter_rank:
         rank = next((rank for rank in ADAPTER_RANKS if rank >= spec.adapter_rank), 0)
         if not rank:
@@ -181,6 +190,11 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     )  # "uni": one process less than vLLM's choice
     own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
     return chosen | own | options | spread | {"enforce_eager": True}
+
+
+def moves_kv(spec: EngineSpec, host: EngineHost) -> bool:
+    """Whether its samples' KV blocks may leave it: those of an engine of several GPUs are spread over them, and such samples prefill."""
+    return spec.move_kv and host.gpus == 1
 
 
 def _refuse_speculation(spec: EngineSpec, host: EngineHost, options: dict[str, Any]) -> None:
@@ -260,7 +274,7 @@ class MemoryFiles:
         try:
             os.ftruncate(self._fd, max(self.copied_nbytes, 1))
             for part, start in self._copied:
-                _write(self._fd, part.data, start)
+                write_at(self._fd, part.data, start)
             fcntl.fcntl(
                 self._fd, fcntl.F_ADD_SEALS, _SEALS
             )  # what was verified stays so, whatever opens the path to write
@@ -297,7 +311,8 @@ def _path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """All of it, from an offset of a file on."""
     raw = data.cast("B") if data.nbytes else data
     done = 0
     while done < raw.nbytes:

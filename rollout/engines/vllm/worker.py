@@ -284,6 +284,20 @@ class Extension:
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
 
+    def scavenger_kv_shape(self) -> tuple[str, int, int]:
+        """Of the KV blocks that move: layout, bytes a token, tokens a block; "" where they cannot."""
+        found: tuple[str, int, int] = _mover().shape()
+        return found
+
+    def scavenger_take_kv(self, name: str, tokens: int, path: str) -> bool:
+        """Copy the entries of a running request's first tokens to a file. False: it is not there, or has not so many."""
+        # vLLM appends letters of its own to a request's name.
+        found = next((r for n, r in self.model_runner.requests.items() if n.rpartition("-")[0] == name), None)
+        if found is None or found.num_computed_tokens < tokens or len(found.block_ids) != 1:
+            return False
+        _mover().copy_out(list(found.block_ids[0]), tokens, path)
+        return True
+
     def scavenger_speculated(self) -> tuple[int, int, int]:
         """What speculation did so far: drafted, accepted, verifications."""
         total = self.model_runner.drafter.total
@@ -297,6 +311,13 @@ class Extension:
         if not self.scavenger_routed:
             self.scavenger_routed = {}
         self.scavenger_routed.setdefault(request, {}).update(enumerate(rows, first))
+
+
+def _mover() -> Any:
+    """The worker's half of our KV connector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
 
 
 def placed_beside(

@@ -2,7 +2,8 @@
 
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
-    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / Asleep / Awake / Goodbye
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / KvKept /
+                         KvTried / Asleep / Awake / Goodbye
     daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / SiblingTokens / Yield / Revoke / Ack / Sleep / Wake /
                          Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
@@ -41,6 +42,7 @@ from scavenger.protocol.messages.common import (
     MAX_CONFIG_CHARS,
     MAX_GROUP_SAMPLES,
     MAX_HELLO_BYTES,
+    MAX_KV_OFFERS,
     MAX_MESSAGE_BYTES,
     MAX_ROUTING,
     MAX_SIBLING_PIECES,
@@ -54,8 +56,10 @@ from scavenger.protocol.messages.common import (
     RUN_NAME_PATTERN,
     BoundedText,
     Count,
+    Digest,
     EngineSpec,
     HelloAgain,
+    KvSource,
     Memory,
     Message,
     MessagePart,
@@ -155,6 +159,9 @@ from scavenger.protocol.messages.worker import (
     Heartbeat,
     HeartbeatAck,
     Held,
+    KvKept,
+    KvOffer,
+    KvTried,
     Lease,
     PullAhead,
     Revoke,
@@ -190,6 +197,7 @@ __all__ = [
     "MAX_DIFFERENCES_BYTES",
     "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
+    "MAX_KV_OFFERS",
     "MAX_MESSAGE_BYTES",
     "MAX_METRICS",
     "MAX_PASS_RATES",
@@ -232,6 +240,7 @@ __all__ = [
     "DeliveredGroup",
     "DeliveredRow",
     "Denied",
+    "Digest",
     "DoneSample",
     "Drain",
     "EndEpisode",
@@ -250,6 +259,10 @@ __all__ = [
     "HeartbeatAck",
     "Held",
     "HelloAgain",
+    "KvKept",
+    "KvOffer",
+    "KvSource",
+    "KvTried",
     "Lease",
     "Memory",
     "Message",

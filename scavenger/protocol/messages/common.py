@@ -29,6 +29,8 @@ MAX_SPAN_SUMS = 16384
 #: Of one message with siblings' tokens: how many, and of how many samples in a row.
 MAX_SIBLING_TOKENS = 16384
 MAX_SIBLING_PIECES = 1024
+#: Leases of which one message offers the KV blocks.
+MAX_KV_OFFERS = 4096
 #: Seconds for which a worker keeps what it was told of a group's siblings after its last sample of the group is over.
 KEEP_SIBLINGS_S = 10.0
 #: Stop texts of one sample: they travel with each lease.
@@ -112,6 +114,9 @@ class EngineSpec(MessagePart, frozen=True):
         False  # of the KV cache, over a load of weights; what is found in it is by `Lease.begun_version`
     )
     speculation: Speculation = "none"  # "group": what a sample's siblings said are its drafts
+    move_kv: bool = (
+        False  # it gives out the KV blocks of samples that leave it, and loads what other engines give
+    )
 
 
 class WeightSource(MessagePart, frozen=True):
@@ -131,6 +136,16 @@ class WeightSource(MessagePart, frozen=True):
     nixl: bool = False  # its memory may be read by NIXL
     last: bool = False
     after_s: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] = 0.0
+
+
+class KvSource(MessagePart, frozen=True):
+    """Where a sample's KV blocks lie: `number` names them to their holder. They are of `tokens` tokens. `within_s`: when they have not come
+    by then the tokens are prefilled."""
+
+    source: WeightSource
+    number: Count
+    tokens: Count
+    within_s: Rate
 
 
 # ---------------------------------------------------------------- daemon -> worker or trainer, before a session

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from scavenger.protocol.messages.common import (
+    MAX_KV_OFFERS,
     MAX_SIBLING_PIECES,
     MAX_SIBLING_TOKENS,
     BoundedText,
@@ -14,6 +15,7 @@ from scavenger.protocol.messages.common import (
     Digest,
     EngineSpec,
     HelloAgain,
+    KvSource,
     Memory,
     Message,
     MessagePart,
@@ -46,7 +48,7 @@ class Lease(MessagePart, frozen=True):
     """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
 
     `begun_version`: under which the sample was begun, where its engine may use what its KV cache has of samples begun so, though other
-    weights made it (`algorithm.kv`); -1: what `version` made alone.
+    weights made it (`algorithm.kv`); -1: what `version` made alone. `kv`: where the blocks of its tokens are said to be; a hint.
     """
 
     sample_id: int
@@ -58,6 +60,7 @@ class Lease(MessagePart, frozen=True):
     seed: int
     key: SampleKey
     begun_version: int = -1
+    kv: KvSource | None = None
 
 
 class Held(MessagePart, frozen=True):
@@ -240,6 +243,36 @@ class Yielded(Message, frozen=True):
     leases: tuple[Held, ...]
 
 
+class KvOffer(MessagePart, frozen=True):
+    """The KV blocks of a lease that is given back: of `tokens` tokens, prompt included, `token_nbytes` bytes each, under this number."""
+
+    sample_id: int
+    epoch: int
+    number: Count
+    tokens: Count
+    token_nbytes: Nbytes
+
+
+class KvKept(Message, frozen=True):
+    """This worker keeps the blocks of these leases for who goes on with them, and gives them out at `source`. Sent before the Yielded or
+    Goodbye that gives the leases back; it may be lost, and what it offers may be gone when somebody asks."""
+
+    offers: Annotated[tuple[KvOffer, ...], msgspec.Meta(max_length=MAX_KV_OFFERS)]
+    source: WeightSource
+
+
+class KvTried(Message, frozen=True):
+    """What came of the blocks that a lease named (`Lease.kv`): `nbytes` bytes in `seconds`. `fault`: why they were not loaded; "" = they
+    were."""
+
+    sample_id: int
+    epoch: int
+    tokens: Count
+    nbytes: Nbytes
+    seconds: Rate
+    fault: BoundedText = ""
+
+
 class Asleep(Message, frozen=True):
     """The order to sleep of this number is carried out.
 
@@ -395,6 +428,8 @@ WorkerMessage = (
     | Serving
     | SampleFailed
     | Yielded
+    | KvKept
+    | KvTried
     | Asleep
     | Awake
     | Goodbye

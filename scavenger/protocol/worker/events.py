@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scavenger.protocol import messages
-from scavenger.protocol.messages import SampleKey, Sampling
+from scavenger.protocol.messages import KvSource, SampleKey, Sampling, WeightSource
 
 EXIT_DRAINED = 0
 EXIT_NO_DAEMON = 69
@@ -41,7 +41,7 @@ class Request:
     `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
     ("reference") draws the token at position p (0 = first completion token, whichever lease produced it) from (seed, key, p) alone. An
     engine that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens). `begun_version`: as in
-    `Lease`. `history`: of the ledger, in which versions have their numbers.
+    `Lease`. `history`: of the ledger, in which versions have their numbers. `kv`: where the blocks of its tokens may be had.
     """
 
     handle: int
@@ -53,6 +53,7 @@ class Request:
     key: SampleKey
     begun_version: int = -1
     history: str = ""
+    kv: KvSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class WorkerLimits:
     `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
     `refusals` of the key, in a row, end the worker; fewer do not, because the daemon may still be reading its list of keys.
     `orphan_s` bounds the time without a daemon, and the time during which one refuses the worker with `retry`.
+    `kv_s` bounds how long a worker whose goodbye was acked stays for those who take its samples' KV blocks, within the goodbye's own bound.
     `notice_s` bounds a goodbye after SIGTERM. Where Slurm gives no grace, slurmd checks 0.17, 0.67 and 1.67 s after its signal whether a
     job's processes are gone. A worker whose daemon is slow to answer is gone by the second check, and its last messages are on their way.
     """
@@ -142,6 +144,7 @@ class WorkerLimits:
     orphan_s: float = 900.0
     notice_s: float = 0.45
     drain_s: float = 5.0
+    kv_s: float = 0.45
     max_unacked: int = 1 << 18
     message_tokens: int = 1 << 16
 
@@ -218,6 +221,10 @@ class Built(WorkerEvent):
 
     cache_tokens: int
     best_batch: int
+    kv_source: WeightSource | None = (
+        None  # where others get the KV blocks that this worker keeps; None: it keeps none
+    )
+    kv_token_nbytes: int = 0  # of a token in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +273,24 @@ class Woken(WorkerEvent):
     order: int
     seconds: float
     bytes_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLoaded(WorkerEvent):
+    """What came of the blocks that the request of a handle named. As in `messages.KvTried`."""
+
+    handle: int
+    tokens: int
+    nbytes: int
+    seconds: float
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTaken(WorkerEvent):
+    """Others took some of the blocks that this worker keeps; `left`: how many nobody has taken yet."""
+
+    left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +381,16 @@ class Add(WorkerAction):
     """Begin this request; answer Generated, or AddRefused."""
 
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class KeepKv(WorkerAction):
+    """Keep the blocks of a running request for who goes on with its sample, under its handle as their number. Answer KvTaken when somebody
+    has them. `tokens`: of the sample's context whose entries are to be kept; `history`: of the ledger."""
+
+    handle: int
+    tokens: int
+    history: str
 
 
 @dataclass(frozen=True, slots=True)

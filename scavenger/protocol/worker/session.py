@@ -40,6 +40,8 @@ from scavenger.protocol.worker.events import (
     EngineCrashed,
     Generated,
     KeyRefused,
+    KvLoaded,
+    KvTaken,
     Loaded,
     LoadFailed,
     LogNote,
@@ -115,6 +117,7 @@ class Session:
         self._spec: messages.EngineSpec | None = None
         self._ending: EndWorker | None = None
         self._end_by = 0.0
+        self._goodbye_is_acked = False
         self._heard_at = now
         self._attempts = 0
         self._refusals = 0
@@ -314,7 +317,7 @@ class Session:
             self._end_by = min(self._end_by, now + within_s)
             return []
         self._ending, self._end_by = end, now + within_s
-        abort = self.work.close()
+        abort = self.work.close(keep=end.code != EXIT_ENGINE_FAILED)
         # That the engine died is worth a reconnect: the samples that it held may have killed it.
         to_say = self.work.leases.unacked() or end.code == EXIT_ENGINE_FAILED
         if self.phase is WorkerPhase.CONNECTING and not to_say:
@@ -352,6 +355,21 @@ class Session:
         )
         return [*self.work.flush(), SendMessage(goodbye)]
 
+    def _goodbye_acked(self, _message: messages.GoodbyeAck, now: float) -> list[WorkerAction]:
+        """All is durable. Who goes on with its samples may still want their KV blocks, for a moment."""
+        if self._ending is None:
+            return []
+        if not self.work.kv_kept:
+            return self._gone(self._ending)
+        self._end_by, self._goodbye_is_acked = min(self._end_by, now + self._limits.kv_s), True
+        return []
+
+    def _kv_taken(self, event: KvTaken, _now: float) -> list[WorkerAction]:
+        self.work.kv_taken(event)
+        if self._ending is not None and self._goodbye_is_acked and not event.left:
+            return self._gone(self._ending)
+        return []
+
     def _gone(self, end: EndWorker) -> list[WorkerAction]:
         self._enter(WorkerPhase.GONE)
         return [end]
@@ -388,6 +406,8 @@ _ON_EVENT: dict[type[WorkerEvent], _Handler] = {
     Serves: lambda s, e, now: s.work.serves(e, now),
     Bounded: Session._bounded,
     Slept: lambda s, e, now: s.work.fell_asleep(e, now),
+    KvLoaded: lambda s, e, now: s.work.kv_loaded(e, now),
+    KvTaken: Session._kv_taken,
     Terminate: lambda s, e, now: s._begin_end(EndWorker(EXIT_PREEMPTED, e.reason), s._limits.notice_s, now),
     WorkerTick: lambda _s, _e, _now: [],
 }
@@ -406,5 +426,5 @@ _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.Sleep: lambda s, m, now: s.work.sleep(m, now),
     messages.Wake: lambda s, m, now: s.work.wake(m, now),
     messages.Drain: lambda s, m, now: s._begin_end(EndWorker(EXIT_DRAINED, m.reason), s._limits.drain_s, now),
-    messages.GoodbyeAck: lambda s, _m, _now: s._gone(s._ending) if s._ending else [],
+    messages.GoodbyeAck: Session._goodbye_acked,
 }

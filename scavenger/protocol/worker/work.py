@@ -38,6 +38,9 @@ from scavenger.protocol.worker.events import (
     Generated,
     GroupName,
     HearSiblings,
+    KeepKv,
+    KvLoaded,
+    KvTaken,
     Loaded,
     LoadFailed,
     LoadWeights,
@@ -164,7 +167,13 @@ class WorkerLease:
             key=lease.key,
             begun_version=lease.begun_version,
             history=history,
+            kv=lease.kv,
         )
+
+    @property
+    def cached(self) -> int:
+        """Tokens of its context whose KV blocks the engine has, when that has made all that came of it: all but the last."""
+        return len(self.lease.prompt) // 4 + self.length - 1
 
     def held(self) -> Held:
         return Held(self.lease.sample_id, self.lease.epoch, self.length)
@@ -360,6 +369,12 @@ class Work:
         self.weights_pause_s = 0.0
         self._token_at: float | None = None  # when the last token came; None: none since the engine slept
         self._paused_at: float | None = None  # when the last one under an older version came, and none since
+        self._kv_source: messages.WeightSource | None = (
+            None  # where others get what this worker keeps of its KV cache
+        )
+        self._kv_token_nbytes = 0
+        self._kv_offers: list[messages.KvOffer] = []  # not said yet
+        self.kv_kept = 0  # samples whose blocks are kept here, and nobody has taken
 
     # ------------------------------------------------------------ the conversation
 
@@ -398,11 +413,13 @@ class Work:
             *(action for serving in self._serving.values() for action in self._say_serving(serving)),
         ]
 
-    def close(self) -> list[WorkerAction]:
-        """The worker leaves: stop the engine's requests. Their tokens stay until they are durable."""
+    def close(self, *, keep: bool) -> list[WorkerAction]:
+        """The worker leaves: stop the engine's requests. Their tokens stay until they are durable; with `keep` their KV blocks too."""
         self.closed, self._waiting = True, []
-        handles = tuple(held.handle for held in self.leases.all() if held.runs)
-        return [Abort(handles)] if handles else []
+        running = self.leases.running()
+        kept = self._keep_kv(running) if keep else []
+        handles = tuple(held.handle for held in running)
+        return [*kept, Abort(handles)] if handles else []
 
     def beat(
         self, progress: int, now: float, unacked_s: float, speculated: Speculated = NOT_SPECULATED
@@ -461,6 +478,7 @@ class Work:
             actions.append(SendMessage(messages.Chunks(tuple(chunks))))
             if sum([len(chunk.tokens) for chunk in chunks]) < 4 * most:
                 break  # it had room for more, and there was none
+        actions += self._offer_kv()
         back = self.leases.take_yields()
         if back:
             actions.append(SendMessage(messages.Yielded(tuple(held.held() for held in back))))
@@ -594,13 +612,59 @@ class Work:
         return [Abort(tuple(handles))] if handles else []
 
     def _yield_leases(self, leases: Iterable[WorkerLease], now: float) -> list[WorkerAction]:
-        handles = []
-        for held in leases:
+        given = list(leases)
+        kept = self._keep_kv(given)
+        for held in given:
             held.yielded = True
             self.leases.changed(held)
-            handles.append(held.handle)
         self.flush_at = now
-        return [Abort(tuple(handles))] if handles else []
+        return [*kept, Abort(tuple(held.handle for held in given))] if given else []
+
+    # ------------------------------------------------------------ KV blocks that move
+
+    def _keep_kv(self, leases: Sequence[WorkerLease]) -> list[WorkerAction]:
+        """Have the engine's blocks of these kept, and offer them with the next flush. None of which another version made a part."""
+        if self._kv_source is None:
+            return []
+        able = [
+            held
+            for held in leases
+            if held.runs
+            and held.lease.version == self.loaded_version
+            and held.lease.begun_version in (-1, self.loaded_version)
+            and held.cached > 0
+        ][: messages.MAX_KV_OFFERS - len(self._kv_offers)]
+        self._kv_offers += [
+            messages.KvOffer(
+                held.lease.sample_id, held.lease.epoch, held.handle, held.cached, self._kv_token_nbytes
+            )
+            for held in able
+        ]
+        self.kv_kept += len(able)
+        return [KeepKv(held.handle, held.cached, self.ledger) for held in able]
+
+    def _offer_kv(self) -> list[WorkerAction]:
+        offers, self._kv_offers = tuple(self._kv_offers), []
+        if not offers or self._kv_source is None:
+            return []
+        return [SendMessage(messages.KvKept(offers, self._kv_source))]
+
+    def kv_loaded(self, event: KvLoaded, _now: float) -> list[WorkerAction]:
+        """Say what came of the blocks that a lease named."""
+        held = self.leases.of_handle(event.handle)
+        if held is None:
+            return []
+        name = (held.lease.sample_id, held.lease.epoch)
+        tried = messages.KvTried(
+            *name, event.tokens, event.nbytes, event.seconds, messages.words(event.fault)
+        )
+        note = [LogNote("kv-prefilled", f"sample {name[0]}: {event.fault}")] if event.fault else []
+        return [*note, *self._send(tried)]
+
+    def kv_taken(self, event: KvTaken) -> None:
+        self.kv_kept = event.left
+
+    # ------------------------------------------------------------ leases go back
 
     def yield_(self, message: messages.Yield, now: float) -> list[WorkerAction]:
         """Give leases back. One that is complete meanwhile stays complete; one that waits for its version goes back unchanged."""
@@ -721,6 +785,7 @@ class Work:
 
     def built(self, event: Built, _now: float) -> list[WorkerAction]:
         self.cache_tokens, self.best_batch = event.cache_tokens, event.best_batch
+        self._kv_source, self._kv_token_nbytes = event.kv_source, event.kv_token_nbytes
         return []
 
     def woken(self, event: Woken, _now: float) -> list[WorkerAction]:

@@ -4,6 +4,7 @@
     window, engines,
     admission          one row when the answer is another one than before
     affinity           one row for the turns placed at once, of which an engine has a prefix; one where some begin to wait for it
+    kv                 one row for each sample that moves and whose engine kept its KV blocks
     agreement          one row for each engine that is found to be wrong, with all numbers
 
 Rows of each kind are bounded (`row_budget.Budget`). What goes into a row is made only where the budget allows it; what was left out is
@@ -28,6 +29,7 @@ from scavenger.policy.admission import Admission
 from scavenger.policy.affinity import Placed
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Explains, SampleMove, SamplePlacement
+from scavenger.policy.kv import KvDecision
 from scavenger.router.core.row_budget import EVERY_S, Budget
 from scavenger.router.core.state import ActiveRun
 from scavenger.router.core.tables import Core
@@ -56,6 +58,8 @@ class PolicyCode(StrEnum):
     PUT_OFF = "put-off"  # late groups of the step under way are trained in the next
     ADMITS = "admits"  # how many samples an engine may hold, those of later steps included
     DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
+    BLOCKS = "blocks"  # a moved sample takes its KV blocks along
+    PREFILLED = "prefilled"  # it does not: its prefill is predicted to be no slower
 
 
 def placed(core: Core, run: ActiveRun, answers: Sequence[SamplePlacement]) -> None:
@@ -175,6 +179,15 @@ def admission(core: Core, run: ActiveRun, decided: Admission) -> None:
         run.name,
         decided.reason,
         lambda: {"step": run.progress.newest[1], "by": dict(decided.inputs)},
+    )
+
+
+def kv_moved(core: Core, run: ActiveRun, sample_id: int, decided: KvDecision) -> None:
+    """Whether a sample that was leased anew takes along the KV blocks that its last engine kept."""
+    code = PolicyCode.BLOCKS if decided.take else PolicyCode.PREFILLED
+    action = "transfer" if decided.take else "prefill"
+    _write(
+        core, run, "kv", action, code, f"sample {sample_id}", decided.reason, lambda: dict(decided.inputs())
     )
 
 

@@ -31,6 +31,8 @@ from scavenger.protocol.messages import (
     GatewayPing,
     Goodbye,
     Heartbeat,
+    KvKept,
+    KvTried,
     Message,
     OpenTurn,
     Ping,
@@ -43,6 +45,7 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import (
     audit,
     guests,
+    kv_moves,
     policy_driver,
     registration,
     restore,
@@ -86,6 +89,8 @@ _QUIET_MESSAGES = frozenset(
         Chunks,
         Heartbeat,
         Yielded,
+        KvKept,
+        KvTried,
         WeightsLoaded,
         Awake,
         Ping,
@@ -171,6 +176,10 @@ class Router:
                 workers.heartbeat(core, worker, message)
             case Yielded(leases=leases):
                 policy_driver.handed_back(core, worker, leases)
+            case KvKept():
+                kv_moves.offered(core, worker, message)
+            case KvTried():
+                kv_moves.tried(core, worker, message)
             case WeightsLoaded(version=version):
                 worker_commands.loaded(core, worker, message, version)
             case WeightsFailed():

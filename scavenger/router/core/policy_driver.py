@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from scavenger.policy import admission, placement
+from scavenger.policy import admission, placement, sharing
 from scavenger.policy.admission import Admission
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, Paces, SampleMove, SamplePlacement, Weighs
 from scavenger.policy.placement import QueuedSamples, Slots
+from scavenger.policy.sharing import Placeable
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log, deliveries, returns, samples, staleness, turns
@@ -82,7 +83,32 @@ def place_queued(core: Core, run: ActiveRun) -> None:
     answers = placements(core, run)
     if not answers:
         return
-    _lease(core, run, answers)
+    _lease(core, run, _beside_siblings(core, answers) if core.limits.share_prompts else answers)
+
+
+def _beside_siblings(core: Core, answers: Sequence[SamplePlacement]) -> list[SamplePlacement]:
+    """The same places, with samples that have no token exchanged so that those of one prompt share its prefill."""
+    by_version: dict[int, list[Placeable]] = {}
+    held: dict[int, dict[int, int]] = {}
+    for answer in answers:
+        sample = core.samples[answer.sample_id]
+        group = sample.group
+        # What failed somewhere was placed with regard to that, and steps in advance with regard to each engine's version.
+        if not (sample.accepted or sample.failures or staleness.is_bounded(group)):
+            one = Placeable(sample.id, group.id, answer.worker_id)
+            by_version.setdefault(group.version, []).append(one)
+            held[group.id] = group.holders
+    chosen: dict[int, int] = {}
+    for some in by_version.values():
+        chosen |= sharing.together(some, held)
+    return [
+        answer
+        if chosen.get(answer.sample_id, answer.worker_id) == answer.worker_id
+        else SamplePlacement(
+            answer.sample_id, chosen[answer.sample_id], f"beside its siblings, {answer.reason or 'its place'}"
+        )
+        for answer in answers
+    ]
 
 
 def _lease(core: Core, run: ActiveRun, answers: Sequence[SamplePlacement]) -> None:

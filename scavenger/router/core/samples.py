@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
-from scavenger.router.core import siblings, staleness
+from scavenger.router.core import kv_moves, siblings, staleness
 from scavenger.router.core.state import ActiveRun, CachedAt, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import IllegalTransition, SampleStatus, SampleStep, WorkerStatus
@@ -122,7 +122,11 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     core.lease_granted(sample)
     core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
     begun = staleness.begun_version(sample, version)
-    lease = Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, begun)
+    blocks = kv_moves.source_of(core, sample, version)
+    sample.brings_kv = blocks is not None
+    lease = Lease(
+        sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, begun, blocks
+    )
     return lease, accepted
 
 
@@ -270,8 +274,11 @@ def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk |
 def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     length = len(chunk.tokens) // 4
     worker.engine.entered += length
-    if sample.group.turn is not None and sample.accepted == sample.lease_offset:
-        _note_prefill(core, sample, sample.group.turn)
+    if sample.accepted == sample.lease_offset:
+        if sample.group.run.engine.move_kv:
+            kv_moves.note_prefill(core, sample)
+        if sample.group.turn is not None and not sample.brings_kv:
+            _note_prefill(core, sample, sample.group.turn)
     core.payloads.append(sample.id, chunk.offset, chunk)
     sample.accepted += length
     siblings.grew(core, sample, chunk.offset)

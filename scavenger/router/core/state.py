@@ -21,6 +21,7 @@ from scavenger.policy.admission import Admission
 from scavenger.policy.affinity import Speeds
 from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
+from scavenger.policy.kv import KvRates
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import (
     GUEST_INTENT,
@@ -206,6 +207,37 @@ class TurnQueue:
         return len(self._samples)
 
 
+@dataclass(frozen=True, slots=True)
+class KvOffered:
+    """A worker keeps a sample's KV blocks: of `tokens` tokens, made by the weights of `version`. `at`: when it said so (Unix s)."""
+
+    worker_id: int
+    source: WeightSource
+    number: int
+    tokens: int
+    token_nbytes: int
+    version: int
+    at: float
+
+
+@dataclass(slots=True)
+class KvMoves:
+    """What became of KV blocks since this daemon began, in samples; `tokens`, `nbytes` and `seconds` are of those that moved.
+
+    `prefilled`: a prefill was predicted to be no slower; `gone`: not all were there any more; `refused`: by the engine that read them.
+    """
+
+    rates: KvRates = field(default_factory=KvRates)
+    offered: int = 0
+    moved: int = 0
+    prefilled: int = 0
+    gone: int = 0
+    refused: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Sample:
     id: int
@@ -239,6 +271,8 @@ class Sample:
     #: (version, tokens) in the order of its tokens; empty where its group's version is that of all (`staleness.mixture`).
     versions: tuple[tuple[int, int], ...] = ()
     regenerated: int = 0  # tokens that died with a worker, since then
+    kv: KvOffered | None = None  # who keeps its KV blocks for its next lease (`kv_moves`)
+    brings_kv: bool = False  # its lease names blocks
     #: How policies see it (`policy_view`), until any of that changes. `audit` makes it anew and compares.
     cached_view: SampleView | None = None
 
@@ -732,6 +766,7 @@ class ActiveRun:
     weights: PublishedWeights = field(default_factory=PublishedWeights)
     progress: StepProgress = field(default_factory=StepProgress)
     speculated: Speculated = NOT_SPECULATED  # by all its engines since this daemon began, by their word
+    kv: KvMoves = field(default_factory=KvMoves)
     siblings_sent: int = 0  # siblings' tokens sent to engines for drafts, since this daemon began
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
@@ -946,6 +981,7 @@ class RouterLimits:
     agreement: AgreementRules = DEFAULT_RULES
     max_nodes_per_engine: int = 1
     sibling_bytes_per_s: float = 0.0  # to each engine, for its drafts (`siblings`); 0: none are sent
+    share_prompts: bool = False  # new samples of one prompt go to one engine (`policy.sharing`)
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
@@ -966,4 +1002,5 @@ class RouterLimits:
             AgreementRules(samples=router.disagreement_samples, ratio=router.disagreement_ratio),
             config.harvest.max_nodes_per_engine,
             router.sibling_bytes_per_s,
+            router.share_prompts,
         )

@@ -120,6 +120,9 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
         ),
         core.now,
     )
+    if worker.run.engine.move_kv and (not message.chosen or message.chosen.startswith("full")):
+        known = worker.run.weights.versions.get(version)
+        worker.run.kv.rates.weights_pulled(known.nbytes if known is not None else 0, message.pull_s)
     if worker.status is WorkerStatus.LOADING:
         worker.transition(WorkerStep.SERVE)
     returns.lease_returning(core, worker)

@@ -1,0 +1,98 @@
+"""The KV blocks that samples take along when they move (`engine.move_kv`): who keeps them, and whether the next lease names them. Pure.
+
+    KvKept  --offered-->  `Sample.kv`  --the next lease of it-->  `Lease.kv`, where `policy.kv.decide` says so; else nothing, and it is
+                                                                  prefilled. An offer serves one lease.
+    KvTried --tried-->    what the transfer took, for the next decisions; or why the engine prefilled after all
+
+An offer is a hint and is not durable: the engine that reads the blocks verifies them. Who left keeps them for `LEFT_S`.
+
+Owns `Sample.kv` and `ActiveRun.kv`. Knows lengths and no token.
+"""
+
+from __future__ import annotations
+
+from scavenger.policy import kv
+from scavenger.protocol.messages import KvKept, KvSource, KvTried
+from scavenger.router.core import decision_log
+from scavenger.router.core.state import KvOffered, Sample, Worker
+from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
+from scavenger.weights.directory import refused
+
+#: Seconds after an offer for which an engine that has left is believed to be there still.
+LEFT_S = 0.4
+#: A transfer that is reported as longer counts as this long.
+MOST_REPORTED_S = 3600.0
+
+
+def offered(core: Core, worker: Worker, message: KvKept) -> None:
+    """A worker keeps the blocks of leases that it is about to give back. Nobody is sent to a guest, nor anywhere in the clear."""
+    run = worker.run
+    if not run.engine.move_kv or worker.bounded or refused(message.source, True):
+        return
+    for one in message.offers:
+        sample = worker.leases.get(one.sample_id)
+        if sample is None or sample.epoch != one.epoch or sample.status is not SampleStatus.LEASED:
+            continue
+        sample.kv = KvOffered(
+            worker.id,
+            message.source,
+            one.number,
+            one.tokens,
+            one.token_nbytes,
+            sample.lease_version,
+            core.now,
+        )
+        run.kv.offered += 1
+
+
+def source_of(core: Core, sample: Sample, version: int) -> KvSource | None:
+    """Where a lease of this version finds the blocks of all its sample's tokens but the last; None: they are to be prefilled."""
+    offer, sample.kv = sample.kv, None
+    if offer is None:
+        return None
+    run, cached = sample.group.run, len(sample.group.prompt) // 4 + sample.accepted - 1
+    left = offer.worker_id not in core.workers and core.now - offer.at > LEFT_S
+    if offer.tokens != cached or offer.version != version or left:
+        run.kv.gone += 1
+        return None
+    decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates)
+    decision_log.kv_moved(core, run, sample.id, decided)
+    if not decided.take:
+        run.kv.prefilled += 1
+        return None
+    return KvSource(offer.source, offer.number, offer.tokens, decided.within_s)
+
+
+def tried(core: Core, worker: Worker, message: KvTried) -> None:
+    """What came of the blocks that a lease named, by its engine's word."""
+    sample, moves = worker.leases.get(message.sample_id), worker.run.kv
+    if sample is None or sample.epoch != message.epoch or not sample.brings_kv:
+        return
+    if message.fault:
+        moves.refused += 1
+        core.connection_event(
+            worker,
+            "kv_refused",
+            f"sample {sample.id}",
+            message.fault,
+            worker=worker.id,
+            tokens=message.tokens,
+        )
+        return
+    seconds = min(message.seconds, MOST_REPORTED_S)
+    moves.rates.transfers.note(message.nbytes, seconds)
+    moves.moved += 1
+    moves.tokens += message.tokens
+    moves.nbytes += message.nbytes
+    moves.seconds += seconds
+
+
+def note_prefill(core: Core, sample: Sample) -> None:
+    """The first tokens of a lease that named no blocks came: its context was prefilled. A flush waits for some of them."""
+    if sample.assigned_at is None or sample.brings_kv:
+        return
+    seconds = core.now - sample.assigned_at - core.limits.flush_ms / 1000
+    sample.group.run.kv.rates.prefills.note(
+        len(sample.group.prompt) // 4 + sample.lease_offset, min(seconds, MOST_REPORTED_S)
+    )

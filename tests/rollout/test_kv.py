@@ -1,0 +1,353 @@
+"""KV blocks that move from engine to engine: the tokens are what they are without, and what is not verified is prefilled.
+
+vLLM's own: `test_kv_vllm.py`. A planted bug shows that a wrong block is seen in the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rollout import kv as moving
+from rollout.engines.base import EngineHost, Kv
+from rollout.kv import KvError, KvMover
+from scavenger.protocol import keys, messages
+from scavenger.protocol import kv as bound
+from scavenger.protocol.kv import CHUNK_NBYTES, KvBinding
+from scavenger.protocol.messages import KvSource, SampleKey, Sampling
+from scavenger.protocol.worker.events import Delta, KeepKv, KvLoaded, Request
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+models = pytest.importorskip("tests.rollout.models")
+from rollout.engines.registry import builder  # noqa: E402  needs torch
+from tests.rollout.test_engine_contract import finish  # noqa: E402
+
+TOKENS = 32
+CUT = 12
+TEXT = models.config_text()
+ROOT = b"r" * 32
+
+
+def asked(handle: int, accepted: tuple[int, ...] = ()) -> Request:
+    left = TOKENS - len(accepted)
+    return Request(
+        handle, (3, 1, 4, 1, 5), accepted, left, Sampling(TOKENS, 0.9), 7, SampleKey("train", 0, handle, 0)
+    )
+
+
+@contextlib.asynccontextmanager
+async def reference(seed: int = 5) -> AsyncIterator[Any]:
+    engine = await builder("reference")(replace(models.spec(TEXT), move_kv=True), EngineHost("run"))
+    await engine.load(1, models.views(models.plain_model(TEXT, seed=seed)))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def first(engine: Any, request: Request, count: int) -> tuple[int, ...]:
+    """Begin a request, and return its first tokens; it still runs."""
+    made: tuple[int, ...] = ()
+    await engine.add(request)
+    while len(made) < count:
+        for delta in await engine.next():
+            made += delta.token_ids if delta.handle == request.handle else ()
+    return made
+
+
+async def rest(engine: Any, request: Request, kv: Kv | None) -> Delta:
+    """A request that comes with its blocks, to its end."""
+    if kv is None:
+        return (await finish(engine, request))[request.handle]
+    await engine.add_with_kv(request, kv)
+    parts: list[Delta] = []
+    while not parts or parts[-1].finish is None:
+        parts += await engine.next()
+    return Delta(
+        request.handle,
+        tuple(token for part in parts for token in part.token_ids),
+        tuple(value for part in parts for value in part.logprobs),
+        tuple(value for part in parts for value in part.raw_logprobs),
+        parts[-1].finish,
+    )
+
+
+def test_a_sample_that_takes_its_blocks_along_makes_the_same_tokens() -> None:
+    async def main() -> None:
+        async with reference() as one, reference() as other:
+            whole = (await finish(one, asked(1)))[1]
+            made = await first(one, asked(2), CUT)
+            blocks = await one.take_kv(2, 5 + CUT - 1)
+            assert blocks is not None
+            assert blocks.tokens == (3, 1, 4, 1, 5, *made[: CUT - 1])
+            assert blocks.data.nbytes == len(blocks.tokens) * one.kv_token_nbytes()
+            moved = await rest(other, asked(2, made[:CUT]), blocks)
+            here = (await finish(one, asked(3)))[3]
+            assert whole.token_ids != here.token_ids, "two samples differ"
+            alone = (await finish(other, asked(2)))[2]
+            assert made[:CUT] + moved.token_ids == alone.token_ids
+            assert moved.logprobs == pytest.approx(alone.logprobs[CUT:], abs=1e-12)
+
+    asyncio.run(main())
+
+
+def test_blocks_of_another_sample_that_were_loaded_would_be_seen_in_the_tokens() -> None:
+    """The control: an engine that loads what it should have refused makes other tokens, so the test above sees such a bug."""
+
+    async def main() -> None:
+        async with reference() as one:
+            made = await first(one, asked(2), CUT)
+            right = await one.take_kv(2, 5 + CUT - 1)
+            assert right is not None
+            wrong = Kv(right.tokens, memoryview(bytes(right.data.nbytes)))
+            moved = await rest(one, asked(4, made[:CUT]), wrong)
+            prefilled = (await finish(one, asked(4, made[:CUT])))[4]
+            assert moved.token_ids != prefilled.token_ids
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_was_given_other_bytes_than_its_cache_has_prefills() -> None:
+    async def main() -> None:
+        async with reference() as one:
+            made = await first(one, asked(2), CUT)
+            right = await one.take_kv(2, 5 + CUT - 1)
+            assert right is not None
+            expected = (await finish(one, asked(4, made[:CUT])))[4]
+            for wrong in (Kv(right.tokens, right.data[:-8]), Kv(right.tokens[:-1], right.data)):
+                assert (await rest(one, asked(4, made[:CUT]), wrong)).token_ids == expected.token_ids
+
+    asyncio.run(main())
+
+
+def test_an_engine_gives_no_blocks_that_it_has_not() -> None:
+    async def main() -> None:
+        async with reference() as one:
+            await first(one, asked(2), CUT)
+            assert await one.take_kv(2, 500) is None
+            assert await one.take_kv(3, 1) is None
+            await one.abort([2])
+            assert await one.take_kv(2, 1) is None
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- from process to process
+
+
+class Given:
+    """An engine that gives out what the test says."""
+
+    def __init__(self, data: bytes, tokens: tuple[int, ...]) -> None:
+        self.data, self.tokens, self.layout = data, tokens, "given"
+        self.may_give = asyncio.Event()
+        self.may_give.set()
+
+    def kv_layout(self) -> str:
+        return self.layout
+
+    def kv_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def kv_token_nbytes(self) -> int:
+        return len(self.data) // len(self.tokens)
+
+    async def take_kv(self, _handle: int, _tokens: int) -> Kv | None:
+        await self.may_give.wait()
+        return Kv(self.tokens, memoryview(self.data))
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        raise NotImplementedError
+
+
+class Pair:
+    """A holder and a reader, each as a worker has it, and what the reader reported."""
+
+    def __init__(self, nbytes: int = 3 * CHUNK_NBYTES + 80) -> None:
+        tokens = tuple(range(20))
+        self.engine = Given(bytes(range(20)) * (nbytes // 20), tokens)
+        self.told: list[KvLoaded] = []
+        self.left: list[int] = []
+        self.holder, self.reader = self._mover("run"), self._mover("run")
+        for one in (self.holder, self.reader):
+            one.loaded(1, ROOT)
+
+    def _mover(self, run: str) -> KvMover:
+        return KvMover(
+            self.engine,
+            models.spec(TEXT),
+            run,
+            keys.generate(),
+            "127.0.0.1",
+            report=self.told.append,
+            taken=lambda event: self.left.append(event.left),
+            on_fault=lambda fault: pytest.fail(str(fault)),
+            clock=asyncio.get_running_loop().time,
+        )
+
+    def request(self, within_s: float = 30.0, source: messages.WeightSource | None = None) -> Request:
+        order = KvSource(source or self.holder.source, 9, 20, within_s)
+        return replace_kv(asked(1), tuple(range(20)), order)
+
+    async def brought(self, request: Request) -> Kv | None:
+        assert self.reader.begins(request)
+        return await self.reader.fetched(request)
+
+    def close(self) -> None:
+        self.holder.close()
+        self.reader.close()
+
+
+def replace_kv(request: Request, prompt: tuple[int, ...], order: KvSource) -> Request:
+    return dataclasses.replace(request, prompt=prompt, accepted=(99,), kv=order, history="history")
+
+
+async def kept(pair: Pair) -> None:
+    await pair.holder.keep(KeepKv(9, 20, "history"))
+    async with asyncio.timeout(30):
+        while pair.holder.shelf._kept[9].header is None:
+            await asyncio.sleep(0.001)
+
+
+def played(scene: Callable[[Pair], Any], nbytes: int = 3 * CHUNK_NBYTES + 80) -> None:
+    async def main() -> None:
+        pair = Pair(nbytes)
+        try:
+            await asyncio.wait_for(scene(pair), 60.0)
+        finally:
+            pair.close()
+
+    asyncio.run(main())
+
+
+def test_blocks_cross_from_process_to_process_and_their_holder_lets_go() -> None:
+    async def scene(pair: Pair) -> None:
+        await kept(pair)
+        found = await pair.brought(pair.request())
+        assert found == Kv(tuple(range(20)), memoryview(pair.engine.data))
+        (told,) = pair.told
+        assert (told.handle, told.tokens, told.nbytes, told.fault) == (1, 20, len(pair.engine.data), "")
+        await asyncio.sleep(0)
+        assert pair.holder.shelf.nbytes() == 0
+        assert pair.left == [0]
+
+    played(scene)
+
+
+def test_a_reader_waits_for_what_its_holder_still_gives_out() -> None:
+    async def scene(pair: Pair) -> None:
+        pair.engine.may_give.clear()
+        keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
+        bringing = asyncio.create_task(pair.brought(pair.request()))
+        while not pair.holder.shelf.has(9):
+            await asyncio.sleep(0.001)
+        pair.engine.may_give.set()
+        await keeping
+        assert await bringing is not None
+
+    played(scene)
+
+
+def test_blocks_that_are_late_are_not_waited_for() -> None:
+    async def scene(pair: Pair) -> None:
+        pair.engine.may_give.clear()
+        keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
+        assert await pair.brought(pair.request(within_s=0.05)) is None
+        assert "did not come within 0.050 s" in pair.told[0].fault
+        pair.engine.may_give.set()
+        await keeping
+
+    played(scene)
+
+
+@pytest.mark.parametrize(
+    "what", ["absent", "corrupt", "short", "version", "root", "sample", "layout", "history", "holder"]
+)
+def test_blocks_that_are_not_just_those_are_refused(what: str) -> None:
+    """Each with its reason, and the engine gets none of them."""
+    reasons = {
+        "absent": "no such blocks are kept here",
+        "corrupt": "differs from its hash",
+        "short": "the blocks have 40 bytes",
+        "version": "of another version",
+        "root": "of another root",
+        "sample": "of another digest",
+        "layout": "of another layout",
+        "history": "of another history",
+        "holder": "did not come within",
+    }
+
+    async def scene(pair: Pair) -> None:
+        shelf, request = pair.holder.shelf, pair.request()
+        if what == "sample":
+            pair.engine.tokens = (*range(19), 5)
+        if what != "absent":
+            await kept(pair)
+        if what == "corrupt":
+            bad = bytearray(pair.engine.data)
+            bad[2 * CHUNK_NBYTES + 1] ^= 1
+            shelf._kept[9].data = memoryview(bytes(bad))
+        elif what == "short":
+            header = shelf._kept[9].header
+            assert header is not None
+            shelf._kept[9].frame = bound.encode_header(bound.header_of(header.binding, memoryview(bytes(40))))
+        elif what == "version":
+            pair.reader.loaded(2, ROOT)
+        elif what == "root":
+            pair.reader.loaded(1, b"s" * 32)
+        elif what == "layout":
+            pair.engine.layout = "other"
+        elif what == "history":
+            request = dataclasses.replace(request, history="restored")
+        elif what == "holder":
+            pair.holder.close()
+            request = pair.request(within_s=0.3)
+        assert await pair.brought(request) is None
+        assert reasons[what] in pair.told[0].fault
+
+    played(scene)
+
+
+def test_a_lease_that_ends_while_its_blocks_are_on_their_way_begins_nothing() -> None:
+    async def scene(pair: Pair) -> None:
+        pair.engine.may_give.clear()
+        keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
+        request = pair.request()
+        assert pair.reader.begins(request)
+        bringing = asyncio.create_task(pair.reader.fetched(request))
+        pair.reader.forget([1])
+        assert await bringing is None
+        assert pair.reader.is_over(1)
+        assert pair.told == []
+        pair.engine.may_give.set()
+        await keeping
+
+    played(scene)
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
+    shelf = moving.KvShelf(most_nbytes=100)
+    assert shelf.expect(1, 60)
+    assert shelf.expect(2, 40)
+    assert not shelf.expect(3, 101)
+    assert shelf.expect(4, 30)
+    assert [shelf.has(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
+    assert shelf.nbytes() == 70
+
+
+def test_blocks_in_this_process_are_checked_too() -> None:
+    shelf = moving.KvShelf()
+    binding = KvBinding("run", "history", 1, ROOT, b"m", "given", 2, bound.digest_of((1, 2)))
+    shelf.expect(1, 8)
+    shelf.put(1, binding, memoryview(b"12345678"))
+    found = shelf.own(1)
+    with pytest.raises(KvError, match="another version"):
+        moving.checked(found, replace(binding, version=2), 8)
+    assert moving.checked(found, binding, 8) == b"12345678"
+    assert shelf.own(1) is None

@@ -1,0 +1,58 @@
+"""KV blocks that move between two vLLM engines, through its connector interface: greedy tokens are those of the undisturbed sample.
+
+One pair of engines is started for all that needs them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rollout.engines.base import Kv
+from scavenger.protocol.messages import SampleKey, Sampling
+from scavenger.protocol.worker.events import Request
+
+pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+kinds = pytest.importorskip("tests.rollout.kinds")
+from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
+from tests.rollout.test_kv import first, rest  # noqa: E402
+
+PROMPT = tuple(1 + place * 7 % 27 for place in range(70))
+TOKENS, CUT = 24, 14  # 83 tokens have entries by then: two blocks of 32
+
+
+def asked(handle: int, accepted: tuple[int, ...] = (), prompt: tuple[int, ...] = PROMPT) -> Request:
+    how = Sampling(TOKENS, 0.0)
+    return Request(handle, prompt, accepted, TOKENS - len(accepted), how, 7, SampleKey("train", 0, 1, 0))
+
+
+@kinds.VLLM_ONLY_LONG
+def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(kind: Any) -> None:
+    async def main() -> None:
+        spec = replace(kind.spec(), move_kv=True)
+        one, other = await kind.start(spec), await kind.start(spec)
+        for engine in (one, other):
+            await engine.load(1, kind.views)
+        assert one.kv_layout() == other.kv_layout() != ""
+        assert one.kv_tokens(83) == 64
+        whole = (await finish(one, asked(1)))[1]
+        made = await first(one, asked(2), CUT)
+        blocks = await one.take_kv(2, len(PROMPT) + CUT - 1)
+        assert blocks is not None
+        assert blocks.tokens == PROMPT[:64]
+        assert blocks.data.nbytes == 64 * one.kv_token_nbytes()
+        assert await one.take_kv(3, 64) is None, "no such request"
+        moved = await rest(other, asked(2, made[:CUT]), blocks)
+        assert made[:CUT] + moved.token_ids == whole.token_ids
+        # The control: were they not read, wrong ones would change nothing.
+        prompt = (*PROMPT[:-1], 3)  # another one, of which the second engine has no prefix
+        wrong = Kv((0, *prompt[1:64]), memoryview(bytes(blocks.data.nbytes)))
+        bad = await rest(other, asked(4, (), (0, *prompt[1:])), wrong)
+        good = (await finish(one, asked(5, (), (0, *prompt[1:]))))[5]
+        assert bad.token_ids != good.token_ids
+        for engine in (one, other):
+            await engine.close()
+
+    kind.run(main())
