@@ -255,6 +255,8 @@ PAGES: dict[str, dict[str, Entry]] = {
         ),
     },
     "docs/admin.md": {
+        "scavenger ledger report harvested_gpu_hours_by_day": SERVED,
+        "scavenger ledger report harvested_gpu_hours_by_user": SERVED,
         'squeue -u scavenger -o "%i %j %P %T %b %N"': Here(put={"-u scavenger": "-u root"}, says="JOBID"),
         "sacct -X -u scavenger -S now-7days -o JobID,JobName%30,Account,Partition,Elapsed,AllocTRES%40,State": Here(
             put={"-u scavenger": "-u root"}, says="JobName"
@@ -576,6 +578,21 @@ ENROLLED = By("tests/test_keys.py::test_an_owner_with_a_key_file_elsewhere_adds_
 GATE = By(f"{PLACES}::test_the_scripts_that_run_tests_run_those_that_are_chosen")
 
 QUOTED: dict[str, Entry] = {
+    "scavenger join FOLDER": JOIN,
+    "scavenger drain --node NAME": Here(needs=("served",), put={"NAME": "gpu08"}, says="gpu08"),
+    "scavenger init my-run --model MODEL --data PROMPTS --partition NAME --gpus N": Here(
+        needs=("served",),
+        put={"my-run": "quoted", "--partition NAME --gpus N": "--partition reserved --gpus 2"},
+        says="train.sbatch",
+    ),
+    "sbatch --account ACCOUNT my-run/train.sbatch": Here(
+        needs=("served", "first"), put={"ACCOUNT my-run": "root first"}, says="Submitted batch job"
+    ),
+    "sbatch --account ACCOUNT --qos QOS my-run/train.sbatch": Here(
+        needs=("served", "first"),
+        put={"ACCOUNT --qos QOS my-run": "root --qos normal first"},
+        says="Submitted batch job",
+    ),
     "scavenger harvester --cluster b --daemon /etc/scavenger/daemon --key /etc/scavenger/daemon/b.key --config /etc/scavenger/scavenger.toml": FURTHER,
     "./scripts/quickstart --agent": LEARNS,
     "python -m trainer.tiny make --task calculator --out DIR": Here(put={"DIR": "adds"}, long=True),
