@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 FILE = "public-status.json"
 #: How often it is looked whether something changed, and how old the file becomes where nothing did.
-CHECK_S, WRITE_S = 5.0, 10.0
+CHECK_S, WRITE_S = 3.0, 10.0
 #: Figures older than this are of a daemon that stopped, hangs, or cannot write there.
 STALE_S = 3 * WRITE_S
 #: Further clusters that are told, by name. With the texts' bounds the file fits into what `keys.read_trusted` reads.
