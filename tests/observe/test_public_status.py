@@ -16,6 +16,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from scavenger import toml
+from scavenger.cli import show_status
 from scavenger.client import Client
 from scavenger.cluster.local.client import LocalServer
 from scavenger.errors import AuthError, DaemonUnavailable
@@ -78,14 +80,14 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def ask(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def ask(folder: Path) -> subprocess.CompletedProcess[str]:
     """`scavenger status` of a user who joined the site of `folder`, and has no configuration."""
     home = folder / "home"
     (home / ".config/scavenger").mkdir(parents=True, exist_ok=True)
     keys.write_private(home / ".config/scavenger/site", f"{folder / 'public'}\n".encode())
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SCAVENGER", "XDG"))}
     return subprocess.run(
-        [sys.executable, "-m", "scavenger", "status", *options],
+        [sys.executable, "-m", "scavenger", "status"],
         cwd=home,
         env=env | {"HOME": str(home)},
         text=True,
@@ -266,9 +268,10 @@ def test_a_user_without_a_configuration_sees_why_a_real_daemon_starts_no_more(tm
                 assert "max_engines = 0 is reached" in shown.stdout
                 stop_file.write_text("planted-user wants the GPUs")
                 wait_for("that it is stopped is told", lambda: '"stopped":true' in told.read_text())
-                assert "STOPPED by the site's admin" in ask(tmp_path).stdout
-            mistaken = ask(tmp_path, "--config", "mistaken.toml")
-            assert (mistaken.returncode, mistaken.stdout) == (2, "")
+                seen = public_status.read(told.parent)
+                assert "STOPPED by the site's admin" in "\n".join(
+                    public_status.lines(told.parent, seen, seen.at)
+                )
             daemon.process.terminate()
             assert daemon.ended(30.0) == 0
     own = status.path(tmp_path / "state").read_text()
@@ -283,3 +286,23 @@ def test_a_user_without_a_configuration_sees_why_a_real_daemon_starts_no_more(tm
     assert (shown.returncode, shown.stdout) == (1, "")
     assert "is no public status" in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+def test_which_of_the_two_a_user_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    absent, config, state = Path("absent.toml"), tmp_path / "scavenger.toml", tmp_path / "state"
+    assert show_status._public_dir(absent, named=False) is None, "no site was joined"
+    keys.note_site(tmp_path / "joined")
+    assert show_status._public_dir(absent, named=False) == tmp_path / "joined"
+    assert show_status._public_dir(absent, named=True) is None, "a mistaken name is an error"
+    keys.init_state(state, "ada")
+    config.write_text(toml.dumps({"daemon": {"state_dir": str(state), "public_dir": "public"}}))
+    assert show_status._public_dir(config, named=True) is None, "the daemon's own user"
+    status.write(state, OWN)
+    assert show_status._public_dir(config, named=True) is None
+    access = os.access  # for root every file can be read
+    monkeypatch.setattr(os, "access", lambda path, mode: path != status.path(state) and access(path, mode))
+    assert show_status._public_dir(config, named=True) == tmp_path / "public"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != config and access(path, mode))
+    assert show_status._public_dir(config, named=True) == tmp_path / "joined"
