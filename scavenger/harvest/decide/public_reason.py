@@ -1,5 +1,7 @@
 """A decision's reason for all users of the site: the words of `scavenger status` less the names of runs, owners, jobs and nodes.
 
+Boundary: what of a decision leaves the circle of the daemon's user; whoever adds a code decides here what all may read of it.
+
 Owns which reasons hold no name and may be told as they are, and the words for the others. Pure; knows no cluster. An admin's own words
 (a blackout's, a stop's) count as names: who wrote them wrote them for the admin.
 """
