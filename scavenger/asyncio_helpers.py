@@ -24,6 +24,16 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
+async def written(write: Callable[[], None]) -> None:
+    """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after its writer's last one."""
+    writing = asyncio.create_task(asyncio.to_thread(write))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.gather(writing, return_exceptions=True)
+        raise
+
+
 #: A disk or a file server that is busy is not one that hangs, however quick the looks.
 LEAST_S = 5.0
 

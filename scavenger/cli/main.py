@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -30,6 +29,7 @@ from scavenger.cli import (
     join,
     ledger,
     otel,
+    show_status,
     simulate,
     slurm_proxy,
     top,
@@ -73,6 +73,7 @@ app.command()(guest.guest)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(harvester.harvester)
 app.command()(top.top)
+app.command("status")(show_status.show_status)
 app.command()(web.web)
 app.command()(otel.otel)
 
@@ -287,20 +288,6 @@ def check_config(
     print("\n".join(said))
     if not fine:
         raise typer.Exit(ConfigError.exit_code)
-
-
-@app.command("status")
-def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """What the daemon last said of itself: GPUs held, who stopped harvesting, ledger, memory. Exit code 1 when none serves."""
-    from scavenger.daemon.ownership import process_there
-    from scavenger.observe import status
-
-    seen, now = status.read(config.read_daemon(config_path).daemon.state_dir), time.time()
-    runs = process_there(seen.host, seen.pid)
-    for line in status.lines(seen, now, runs):
-        print(line)
-    if status.absent(seen, now, runs):
-        raise typer.Exit(1)
 
 
 def _end_with_stdin() -> None:

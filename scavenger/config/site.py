@@ -28,9 +28,9 @@ class DaemonSection(Section):
     relative path is relative to this file."""
     public_dir: Path | None = None
     """Folder that all users of the site can read, of the daemon's user: where other users find the daemon
-    (`run.state_dir` of their runs), and ask it to accept their keys (`scavenger join`, `[owners]`). The daemon
-    makes it, in a folder that exists. A relative path is relative to this file. None: only the daemon's own
-    user can train."""
+    (`run.state_dir` of their runs), ask it to accept their keys (`scavenger join`, `[owners]`), and read why
+    there are no more engines (`scavenger status`). The daemon makes it, in a folder that exists. A relative
+    path is relative to this file. None: only the daemon's own user can train."""
     ledger: Annotated[str, Allowed("SQLAlchemy URL")] = ""
     """Database of the ledger: `sqlite:////absolute/path` or `postgresql://user@host/database`. Empty: SQLite
     at `<state_dir>/ledger.sqlite3`. The daemon refuses SQLite on a network file system and a relative path;

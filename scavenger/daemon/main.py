@@ -52,7 +52,7 @@ from scavenger.ledger.records import Event, Heartbeat, OpenGroup, Snapshot
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.transaction import Generation, history_began
 from scavenger.ledger.write.writer import Writer, WriterState
-from scavenger.observe import fleet, status
+from scavenger.observe import fleet, public_status, status
 from scavenger.observe.training import TrainingJobs, UnclosedRun
 from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
@@ -166,6 +166,8 @@ class Daemon:
         ]
         if self._key_requests is not None:
             works.append(self._key_requests.run(self._enrolment.read))
+        if (public_dir := self.config.daemon.public_dir) is not None:
+            works.append(public_status.publish(public_dir, lambda: public_status.of(status_now()), stop))
         works += [part.run(stop) for part in (harvester, self.clusters, keeper) if part is not None]
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -780,15 +782,14 @@ class Daemon:
             if failure
             else ""
         )
+        last = msgspec.structs.replace(seen, state=state, reason=reason, stopped_at=self.clock())
+        public_dir = self.config.daemon.public_dir
         try:
-            status.write_last(
-                self.state_dir,
-                msgspec.structs.replace(seen, state=state, reason=reason, stopped_at=self.clock()),
-            )
+            status.write_last(self.state_dir, last)
+            if public_dir is not None:
+                public_status.write_last(public_dir, public_status.of(last))
         except OSError as error:
-            log.warning(
-                "the end is not in the status file", path=str(status.path(self.state_dir)), reason=str(error)
-            )
+            log.warning("the end is not in the status file", path=error.filename, reason=str(error))
 
 
 def run(

@@ -495,6 +495,7 @@ class StopState:
         self.hidden = ""  # why other users' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
         self.concluded = ""  # the last decision's reason, for `scavenger status`
+        self.concluded_public = ""  # the same without names, for every user of the site
         self._could_start: dict[int, float] = {}
         self._looking: asyncio.Future[None] | None = (
             None  # never two at once: each would hold a thread where the files hang
@@ -593,7 +594,7 @@ class StopState:
     def decided(self, decision: HarvestDecision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""
         self._could_start = {job_id: self._could_start.get(job_id, now) for job_id in decision.could_start}
-        self.concluded = decision.reason
+        self.concluded, self.concluded_public = decision.reason, decision.public
 
     def _note_stop(self, stop: Stop | None, now: float) -> None:
         if stop != self.stop_in_force:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from scavenger.asyncio_helpers import within
+from scavenger.asyncio_helpers import within, written
 from scavenger.errors import DaemonUnavailable
 from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.decide.free_capacity import gpu_use
@@ -92,6 +93,8 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         polls_late=harvester.polls_late(),
         polls_fail=harvester.polls_fail,
         nodes=nodes,
+        public=stop_state.concluded_public,
+        drained=len(stop_state.drained_nodes),
     )
 
 
@@ -147,6 +150,8 @@ class Harvest(msgspec.Struct, frozen=True):
     connected_gpus: int = 0
     polls_late: str = ""  # by how much polls are behind the promised interval, and why; "" = they are not
     nodes: tuple[fleet.NodeGpus, ...] = ()  # of the whole cluster, by name, at the last complete poll
+    public: str = ""  # `concluded` without names of runs, owners, jobs and nodes
+    drained: int = 0  # nodes that `scavenger drain --node` names
 
 
 class ClusterNow(msgspec.Struct, frozen=True):
@@ -290,11 +295,9 @@ def absent(status: Status, now: float, runs: bool | None) -> str:
     """
     if status.state != SERVING:
         why = f" ({status.reason})" if status.reason else ""
-        return f"{status.state}{why}, stopped at {_utc(status.stopped_at or status.at)}"
+        return f"{status.state}{why}, stopped at {utc(status.stopped_at or status.at)}"
     if runs is False:
-        return (
-            f"DIED: no process {status.pid} is left on {status.host}; its last word is of {_utc(status.at)}"
-        )
+        return f"DIED: no process {status.pid} is left on {status.host}; its last word is of {utc(status.at)}"
     if now - status.at > STALE_S:
         return f"SILENT for {now - status.at:.0f} s: it {'hangs' if runs else 'stopped, or hangs'}"
     return ""
@@ -304,9 +307,9 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
     """For a terminal. `runs` as in `absent`."""
     s, gone = status, absent(status, now, runs)
     ill = f" ({s.ledger_reason})" if s.ledger_reason else ""
-    was = f"was {s.ledger_state} at {_utc(s.at)}" if gone else s.ledger_state
+    was = f"was {s.ledger_state} at {utc(s.at)}" if gone else s.ledger_state
     said = [
-        f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {_utc(s.started_at)}",
+        f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {utc(s.started_at)}",
         f"ledger    {was}{ill}; {s.backlog_records:,} records ({_mb(s.backlog_bytes)}) not durable {'then' if gone else 'yet'}",
     ]
     if s.logged_moves:
@@ -403,7 +406,7 @@ def harvested(h: Harvest | None, at: float, now: float, gone: str) -> list[str]:
     if h.unread:
         said.append(f"          NOT KNOWN whether it is stopped: {h.unread}")
     if h.seen_at:
-        seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {_utc(h.seen_at)}"
+        seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {utc(h.seen_at)}"
         gpus = f"{h.idle} GPUs idle, {h.gpus_other_users} used by other users"
         said.append(
             f"slurm     seen {seen}: {gpus}; {h.jobs_pending_other_users} jobs of other users wait for GPUs there"
@@ -468,7 +471,8 @@ def left_behind(partition: str) -> str:
     return f"engines without a daemon leave after 15 minutes; at once, as its user: scancel -u $USER -p {partition}"
 
 
-def _utc(at: float) -> str:
+def utc(at: float) -> str:
+    """For a terminal, whatever the number. Pure."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):  # the file has it from elsewhere
@@ -499,7 +503,7 @@ async def publish(
             logged = _counts(status.harvest)
             log.info("harvest", **logged, because=status.harvest.concluded)
         try:
-            await _written(state_dir, status)
+            await written(functools.partial(write, state_dir, status))
         except OSError as error:
             log.warning("status not written; tried again", path=str(path(state_dir)), reason=str(error))
         if loop.time() - logged_at >= log_s:
@@ -511,16 +515,6 @@ async def publish(
 def _counts(harvest: Harvest) -> dict[str, int | str]:
     """What is logged when it changes. The rest changes with every poll."""
     return {name: getattr(harvest, name) for name in ("engines", "gpus", "waiting", "draining", "stopped")}
-
-
-async def _written(state_dir: Path, status: Status) -> None:
-    """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after the daemon's last one."""
-    writing = asyncio.create_task(asyncio.to_thread(write, state_dir, status))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.gather(writing, return_exceptions=True)
-        raise
 
 
 _ENDS = (

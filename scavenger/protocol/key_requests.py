@@ -3,6 +3,7 @@
     <public_dir>/rendezvous.json      where the daemon listens             readable by all, written by the daemon's user alone
     <public_dir>/requests/            one file a request, mode 3733        every user may add a file, and list or change no other's
     <public_dir>/replies/UID.json     what became of the newest request    as rendezvous.json
+    <public_dir>/public-status.json   `observe.public_status`'s            as rendezvous.json
 
 The owner of a file alone proves nothing: a user who may write in a folder may move files of others out of it, with their owner, and a file
 that others may write has anybody's words. So the requests folder gives its group to what is made in it, which is the daemon's own: a file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -171,6 +172,8 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
             assert not left
     # reasons, and each job is told one thing
     assert decision.reason
+    assert decision.public
+    assert not re.search(r"run\d|node\d|scv-|alice|useful", decision.public), decision.public
     assert all(action.reason for action in decision.actions)
     assert len(told) == sum(not isinstance(action, Submit) for action in decision.actions)
     # the same facts in another order decide the same

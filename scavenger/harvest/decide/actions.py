@@ -330,7 +330,7 @@ class HarvestDecision:
 
     `could_start`: other users' pending jobs that would start now if our engines left, and for which Slurm may preempt us.
     `start_benefits`: from which age on an idle GPU is worth a start, and the numbers behind it. `division`: of GPUs by value; None: by
-    shares.
+    shares. `public`: `reason` as every user of the site may read it, without names of runs, owners, jobs and nodes (`public_reason`).
     """
 
     actions: tuple[Action, ...]
@@ -339,6 +339,7 @@ class HarvestDecision:
     could_start: tuple[int, ...] = ()
     start_benefits: tuple[str, ...] = ()
     division: Division | None = None
+    public: str = ""
 
 
 #: An intent's id: its job's name.

@@ -55,6 +55,7 @@ from scavenger.harvest.decide.free_capacity import (
     waits_for,
 )
 from scavenger.harvest.decide.other_users import scan_queue
+from scavenger.harvest.decide.public_reason import public_reason
 from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
 from scavenger.harvest.decide.voluntary_preemption import could_start
 from scavenger.policy.division import Division
@@ -107,7 +108,7 @@ def decide(
     reason is returned when the poll is too old to act on.
     """
     if too_old := _too_old(view, limits, now):
-        return HarvestDecision((), too_old, HarvestCode.STALE_VIEW)
+        return HarvestDecision((), too_old, HarvestCode.STALE_VIEW, public=too_old)
     facts = _facts(view, demand, jobs, limits, now)
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
     actions += _beyond_demand(facts, _undecided(facts.engines, actions))
@@ -122,13 +123,15 @@ def decide(
         actions += started
     if not facts.wanted and not facts.closed:
         code = _without_demand(facts)
+    counts = _counts(facts, actions, serving)
     return HarvestDecision(
         tuple(actions),
-        _summary(facts, actions, serving, why),
+        _summary(facts, counts, why),
         code,
         _could_start(facts),
         benefits.reasons() if benefits is not None else (),
         facts.division,
+        "; ".join((*counts, public_reason(code, why))),
     )
 
 
@@ -319,16 +322,25 @@ _TO_DO: Mapping[type[Action], str] = {
 }
 
 
-def _summary(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[OurJob], why: str) -> str:
+def _counts(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[OurJob]) -> list[str]:
+    """Of engines, then of what is done: no name is in it."""
     replaced = {action.intent_id for action in actions if isinstance(action, CancelPending)}
     kept = [job for job in serving if job.intent_id not in replaced]
     engines, pending = sum(not job.waits for job in kept), sum(job.waits for job in kept)
-    total, limits = sum(d.engines for d in facts.wanted), facts.limits
-    words = [f"{total} engines wanted, {engines} run, {pending} wait"]
-    if not total:
-        words += sorted({f"{d.run}: {d.reason}" for d in facts.demand}) or ["no run is open"]
+    total = sum(d.engines for d in facts.wanted)
     counts = Counter(type(action) for action in actions)
-    words += [f"{counts[kind]} {what}" for kind, what in _TO_DO.items() if counts[kind]]
+    return [
+        f"{total} engines wanted, {engines} run, {pending} wait",
+        *(f"{counts[kind]} {what}" for kind, what in _TO_DO.items() if counts[kind]),
+    ]
+
+
+def _summary(facts: DecisionFacts, counts: Sequence[str], why: str) -> str:
+    limits, (of_engines, *of_actions) = facts.limits, counts
+    words = [of_engines]
+    if not facts.wanted:  # in it each run wants one at least
+        words += sorted({f"{d.run}: {d.reason}" for d in facts.demand}) or ["no run is open"]
+    words += of_actions
     words += [why] if why else []
     words += (
         [f"no voluntary preemption: {limits.restrictions.hidden}"]
