@@ -34,6 +34,8 @@ FILTERS = {
     "all": (0, 0),
     "moved": (1, 0),
     "masked": (2, 0),
+    "filtered": (4, 0),
+    "all rewards equal": (5, 0),
     "cut off": (3, 0),
     "best": (0, 1),
     "worst": (0, 2),
