@@ -420,8 +420,14 @@ def make_app(
             show(
                 step_key,
                 lambda q, c: steps.step(
-                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                    c,
+                    q.path_params["run"],
+                    q.path_params["step"],
+                    only(q),
+                    _number(q, "bin", -1),
+                    site.contents,
                 ),
+                of="texts",
             ),
         ),
         Route(
@@ -429,8 +435,14 @@ def make_app(
             show(
                 step_key,
                 lambda q, c: steps.evaluation(
-                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                    c,
+                    q.path_params["run"],
+                    q.path_params["step"],
+                    only(q),
+                    _number(q, "bin", -1),
+                    site.contents,
                 ),
+                of="texts",
             ),
         ),
         Route(

@@ -43,6 +43,8 @@ from scavenger.web.questions import filled, filled_list
 from scavenger.web.texts import Piece
 
 _MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
+#: Of a completion in a table: characters that are shown, and tokens that are read for them.
+MOST_BEGINNING, _MOST_FIRST_TOKENS = 80, 80
 #: Tokens of one completion that are marked, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Tokens that a page of several completions marks, over all of them.
@@ -392,6 +394,24 @@ class Contents:
             else Read("", clean(f"({found[one].why if one in found else 'it was purged'})", _MOST_TEXT))
             for one in sample_ids
         ]
+
+    def beginnings(
+        self, connection: sa.Connection, run_id: int, sample_ids: Sequence[int]
+    ) -> tuple[dict[int, str], str]:
+        """(sample: the first characters of its completion on one line, of those that can be read; why not, "" where it can be)."""
+        found = recorded(connection, sample_ids, _MOST_FIRST_TOKENS)
+        known = {one: unpack_tokens(row.tokens) for one, row in found.items() if row.tokens}
+        if not known:
+            return {}, ""
+        try:
+            said, *_ = texts.read(
+                _tokenizer(connection, run_id), list(known.values()), ask=self._ask, most=MOST_BEGINNING
+            )
+        except ConfigError as error:
+            return {}, clean(error.cause)
+        return {
+            one: clean(" ".join(text.split()), MOST_BEGINNING) for one, text in zip(known, said, strict=True)
+        }, ""
 
     def containing(
         self, connection: sa.Connection, wanted: str, sample_ids: Sequence[int], tokenizer: str
