@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
+from scavenger.cluster.local.client import LocalServer
 from scavenger.cluster.model import JobState
-from scavenger.demo import session
+from scavenger.demo import session, site
+from scavenger.errors import ClusterError, ScavengerError
 
 
 def test_the_limit_begins_when_the_training_job_starts() -> None:
@@ -40,3 +45,46 @@ def test_the_log_that_has_something_in_it_is_named(tmp_path: Path) -> None:
     assert session._log_of_failure(tmp_path) == daemon
     train.write_text("step 1\n")
     assert session._log_of_failure(tmp_path) == train
+
+
+@pytest.mark.parametrize(
+    ("body", "start_s", "cause"),
+    [
+        (
+            "raise SystemExit(3)",
+            30.0,
+            r"it ended with exit status 3 after [0-9.]+ s, before .*; its log is empty",
+        ),
+        ("import os; os.kill(os.getpid(), 9)", 30.0, r"it ended by signal 9 after .*; its log is empty"),
+        (
+            "import sys; sys.stdin.read()",
+            0.5,
+            r"it still runs, and [0-9]+ s were waited until .*; its log is empty",
+        ),
+        ("raise SystemExit('no such key')", 30.0, r"exit status 1 after .*; its log's end:\nno such key"),
+    ],
+)
+def test_of_a_daemon_that_did_not_start_it_is_said_what_was_waited_for(
+    body: str, start_s: float, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mute_daemon.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(site, "START_S", start_s)
+    place = site.DemoSite(site.SiteOptions("local", tmp_path / "site", daemon_module="mute_daemon"))
+    place.dir.mkdir()
+    try:
+        with pytest.raises(ScavengerError) as caught:
+            place.start_daemon()
+    finally:
+        place.stop()
+    assert re.search(cause, caught.value.cause), caught.value.cause
+    assert str(place.state_dir / "rendezvous.json") in caught.value.cause
+    assert str(place.dir / "daemon.log") in caught.value.remedy
+
+
+def test_of_a_local_cluster_that_did_not_start_it_is_said_how_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ClusterError, match=r"file/cluster did not say that it is ready and ended \(exit status 1"
+    ):
+        LocalServer(tmp_path / "file" / "cluster").start()

@@ -302,7 +302,9 @@ def samples(
     run: Annotated[
         str, typer.Argument(help="the run's name, or its run.toml; default: the newest run of the ledger")
     ] = "",
-    step: Annotated[int | None, typer.Option(min=0, help="default: the newest")] = None,
+    step: Annotated[
+        str, typer.Option(help="one, such as 3, or a range, such as 3-7; default: the newest")
+    ] = "",
     group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
     purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
     jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
@@ -325,7 +327,7 @@ def samples(
     ] = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Show samples of a step: prompt, completion, reward, advantage, finish reason, moves and engines."""
+    """Show samples of a step, or of several: prompt, completion, reward, advantage, finish reason, moves and engines."""
     from scavenger.cli import samples as shown
 
     if best + worst + bool(sort) > 1:
@@ -338,7 +340,8 @@ def samples(
     )
     name, path = shown.place(run, config_path, local=local)
     url = config.read_daemon(path).ledger_url
+    steps = shown.steps_of(step) if step else None
     for line in shown.lines(
-        url, name, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl, choice=chosen
+        url, name, steps, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl, choice=chosen
     ):
         print(line)

@@ -1,4 +1,4 @@
-"""`scavenger samples`: what a step's samples said, decoded, with everything that happened to them.
+"""`scavenger samples`: what the samples of one step, or of several, said, decoded, with everything that happened to them.
 
 Owns the choice of samples, their order, and the layout of the text. The ledger has the tokens; the run names its tokenizer.
 
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import sqlalchemy as sa
 
 from scavenger import config
 from scavenger.errors import ConfigError, LedgerError
@@ -32,6 +34,7 @@ KEYS: dict[str, Callable[[SampleRow], Any]] = {
     "moves": lambda row: row.moves,
 }
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+_STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TEST = re.compile(r"\s*(>=|<=|>|<|=|)\s*(-?[0-9.]+(?:e-?[0-9]+)?)\s*")
 
 
@@ -62,6 +65,21 @@ class Choice:
             known.sort(key=value, reverse=self.sort.startswith("-"))
             found = known + [row for row in found if value(row) is None]
         return found[: self.limit]
+
+
+def steps_of(text: str) -> range:
+    """The steps of `3`, or of `3-7`, both ends included. Raises `ConfigError` for anything else. Pure."""
+    match = _STEPS.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--step {text!r} is no step", "write one, such as --step 3, or a range, such as --step 3-7"
+        )
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ConfigError(
+            f"--step {text} ends before it begins", f"the first step comes first: --step {last}-{first}"
+        )
+    return range(first, last + 1)
 
 
 def _test(key: str, text: str) -> tuple[Callable[[Any, Any], bool], float]:
@@ -95,16 +113,16 @@ def place(run: str, config_path: Path, *, local: bool) -> tuple[str, Path]:
 def lines(
     url: str,
     run: str,
-    step: int | None,
+    steps: range | None,
     group: int | None,
     purpose: str,
     *,
     jsonl: bool,
     choice: Choice = Choice(),
 ) -> Iterator[str]:
-    """One line (or JSON object) a sample. `run` "": the newest; `step` None: its newest.
+    """One line (or JSON object) a sample, of all `steps` together sorted and limited. `run` "": the newest; `steps` None: its newest one.
 
-    Raises `LedgerError` for a run or step that the ledger does not know.
+    Raises `LedgerError` for a run or steps that the ledger does not know.
     """
     engine = store.open_readonly(url)
     try:
@@ -113,44 +131,58 @@ def lines(
             if run:
                 reader.samples_of_step(engine, run, 0)  # says that there is none
             raise LedgerError("the ledger has no run yet", "start one, or name another ledger: --config")
-        newest = reader.newest_step(engine, known.run_id, purpose) if step is None else step
-        if newest is None:
-            agents = reader.newest_step(engine, known.run_id, "turn") is not None
+        wanted = steps or _newest(engine, known.run_id, known.name, purpose)
+        found, n = list[SampleRow](), 0
+        for step in reader.submitted_steps(engine, known.run_id, wanted[0], wanted[-1], purpose):
+            rows = reader.samples_of_step(engine, known.name, step, group, purpose)
+            found, n = [*found, *rows], n + len(rows)
+            if choice.limit is not None:
+                found = choice.of(found)  # of many steps no more is kept than is shown
+        if not n:
             raise LedgerError(
-                f"run {known.name!r} has no {purpose} samples yet"
-                + (", only turns of agents" if agents else ""),
-                "`scavenger ledger report episodes`, then `scavenger ledger tokens SAMPLE_ID --format text`"
-                if agents
-                else "",
-            )
-        rows = reader.samples_of_step(engine, known.name, newest, group, purpose)
-        if not rows:
-            raise LedgerError(
-                f"run {known.name!r} has no {purpose} samples of step {newest}"
+                f"run {known.name!r} has no {purpose} samples of {_named(wanted)}"
                 + (f", group {group}" if group is not None else ""),
                 f"its last step is {known.last_step}",
             )
         tokenizer = load_tokenizer(known.tokenizer)
     finally:
         engine.dispose()
-    found = choice.of(rows)
-    if not jsonl and (step is None or len(found) < len(rows)):
-        which = "the newest, " if step is None else ""
-        what = "step" if purpose == "train" else "evaluation after step"
-        yield printable(f"run {known.name}, {what} {newest} ({which}{len(found)} of {len(rows)} samples)")
-    rows = tuple(found)
+    found = choice.of(found)
+    if not jsonl and (steps is None or len(found) < n):
+        which = "the newest, " if steps is None else ""
+        what = "" if purpose == "train" else "evaluation after "
+        yield printable(f"run {known.name}, {what}{_named(wanted)} ({which}{len(found)} of {n} samples)")
     shown = -1
-    for row in rows:
+    for row in found:
         item = describe(row, tokenizer)
         if jsonl:
             yield escaped(json.dumps(item, ensure_ascii=False))
             continue
         if row.group_id != shown:
             shown = row.group_id
+            at = f"step {row.step}, " if len(wanted) > 1 else ""
             yield printable(
-                f"group {row.prompt_index} (retry {row.retry})  prompt: {item['prompt']!r}  meta: {row.meta}"
+                f"{at}group {row.prompt_index} (retry {row.retry})  prompt: {item['prompt']!r}  meta: {row.meta}"
             )
         yield printable(_line(item))
+
+
+def _newest(engine: sa.Engine, run_id: int, name: str, purpose: str) -> range:
+    """A run's newest step. Raises `LedgerError` where it has none."""
+    newest = reader.newest_step(engine, run_id, purpose)
+    if newest is not None:
+        return range(newest, newest + 1)
+    agents = reader.newest_step(engine, run_id, "turn") is not None
+    raise LedgerError(
+        f"run {name!r} has no {purpose} samples yet" + (", only turns of agents" if agents else ""),
+        "`scavenger ledger report episodes`, then `scavenger ledger tokens SAMPLE_ID --format text`"
+        if agents
+        else "",
+    )
+
+
+def _named(steps: range) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
 
 
 def describe(row: SampleRow, tokenizer: Decoder) -> dict[str, Any]:

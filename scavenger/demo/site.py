@@ -88,6 +88,22 @@ def daemon_document(
     }
 
 
+def not_started(status: int | None, waited_s: float, state_dir: Path, log: Path) -> ScavengerError:
+    """What became of a daemon that has not announced itself: `status` is that of its process, None while it runs. Reads its log's end."""
+    awaited = f"it announced itself in {state_dir / 'rendezvous.json'}"
+    if status is None:
+        cause = f"the daemon did not start: it still runs, and {waited_s:.0f} s were waited until {awaited}"
+        remedy = f"its log: {log}; on a busy machine try again when it has less to do"
+    else:
+        how = f"with exit status {status}" if status >= 0 else f"by signal {-status}"
+        cause = f"the daemon did not start: it ended {how} after {waited_s:.1f} s, before {awaited}"
+        remedy = f"its log: {log}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    return ScavengerError(
+        f"{cause}; its log's end:\n{tail}" if tail.strip() else f"{cause}; its log is empty", remedy
+    )
+
+
 class DemoSite:
     """A running site, as a context manager. Everything that it started has ended when the block is left, also after Ctrl-C."""
 
@@ -160,13 +176,11 @@ class DemoSite:
         before = self.generation
         self.spawn_daemon(*options)
         assert self._daemon is not None
-        deadline = time.monotonic() + START_S
+        began = time.monotonic()
         while self.generation == before:
-            if self._daemon.poll() is not None or time.monotonic() > deadline:
-                tail = "\n".join((self.dir / "daemon.log").read_text(errors="replace").splitlines()[-15:])
-                raise ScavengerError(
-                    f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}"
-                )
+            status, waited_s = self._daemon.poll(), time.monotonic() - began
+            if status is not None or waited_s > START_S:
+                raise not_started(status, waited_s, self.state_dir, self.dir / "daemon.log")
             time.sleep(0.02)  # polls the rendezvous file
 
     def spawn_daemon(self, *options: str) -> subprocess.Popen[bytes]:

@@ -373,6 +373,9 @@ def make_app(
         given = request.query_params.get("only", "all")
         return given if given in steps.FILTERS else "all"
 
+    def by_step(q: Request) -> bool:
+        return q.query_params.get("by") == "step"
+
     def step_key(q: Request) -> str:
         return f"{q.scope['path']} {only(q)} {_number(q, 'bin', -1)}"
 
@@ -405,14 +408,26 @@ def make_app(
 
     routes = [
         Route("/", show(lambda q: "/", lambda q, c: pages.overview(c))),
-        Route("/runs/{run:id}", show(path_key, lambda q, c: pages.run(c, q.path_params["run"]))),
+        Route(
+            "/runs/{run:id}",
+            show(
+                lambda q: f"{q.scope['path']} {by_step(q)}",
+                lambda q, c: pages.run(c, q.path_params["run"], by_step=by_step(q)),
+            ),
+        ),
         Route(
             "/runs/{run:id}/steps/{step:id}",
             show(
                 step_key,
                 lambda q, c: steps.step(
-                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                    c,
+                    q.path_params["run"],
+                    q.path_params["step"],
+                    only(q),
+                    _number(q, "bin", -1),
+                    site.contents,
                 ),
+                of="texts",
             ),
         ),
         Route(
@@ -420,8 +435,14 @@ def make_app(
             show(
                 step_key,
                 lambda q, c: steps.evaluation(
-                    c, q.path_params["run"], q.path_params["step"], only(q), _number(q, "bin", -1)
+                    c,
+                    q.path_params["run"],
+                    q.path_params["step"],
+                    only(q),
+                    _number(q, "bin", -1),
+                    site.contents,
                 ),
+                of="texts",
             ),
         ),
         Route(

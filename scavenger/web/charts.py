@@ -97,8 +97,9 @@ def series(
     marks: Sequence[tuple[float, str]],
     begin: float,
     end: float,
+    ends: tuple[str, str] | None = None,
 ) -> Chart:
-    """Values over time (Unix s) on an axis of [`begin`, `end`]; what is not finite is left out."""
+    """Values on an axis of [`begin`, `end`]; what is not finite is left out. `ends`: what stands below the axis; None: it is time, in s."""
     kept = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
     values = [value for _, value in kept]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -121,8 +122,8 @@ def series(
         labels=(
             Label(LEFT - 6, TOP + 8 if high > low else ys([high])[0] + 4, number(high), "end"),
             *((Label(LEFT - 6, HEIGHT - BOTTOM, number(low), "end"),) if high > low else ()),
-            Label(LEFT, HEIGHT - 6, "0 s"),
-            Label(WIDTH - RIGHT, HEIGHT - 6, span(end - begin), "end"),
+            Label(LEFT, HEIGHT - 6, ends[0] if ends else "0 s"),
+            Label(WIDTH - RIGHT, HEIGHT - 6, ends[1] if ends else span(end - begin), "end"),
         ),
     )
 

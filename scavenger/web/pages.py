@@ -43,6 +43,8 @@ from scavenger.web.questions import filled, filled_list
 from scavenger.web.texts import Piece
 
 _MOST_TEXT, _MOST_INPUTS, _MOST_FACTS = texts.MOST_TEXT, 40_000, 1_000
+#: Of a completion in a table: characters that are shown, and tokens that are read for them.
+MOST_BEGINNING, _MOST_FIRST_TOKENS = 80, 80
 #: Tokens of one completion that are marked, and tokens that a search decodes.
 _MOST_HEAT, _MOST_SEARCHED = texts.MOST_PIECES, 1_000_000
 #: Tokens that a page of several completions marks, over all of them.
@@ -107,6 +109,15 @@ def ordered(names: Iterable[str]) -> list[str]:
         return (1 if name.startswith("eval_") else 3 if part else 5), later, name
 
     return sorted(names, key=place)
+
+
+def _by_step(name: str, steps: Sequence[Row]) -> charts.Chart:
+    """A metric over the steps' numbers. An engine leaves at a time, so none is marked."""
+    points = [(row["step"], row["numbers"][name]) for row in reversed(steps) if name in row["numbers"]]
+    first, last = min(row["step"] for row in steps), max(row["step"] for row in steps)
+    return charts.series(
+        clean(name, 60), points, (), first, last, (f"step {charts.number(first)}", charts.number(last))
+    )
 
 
 def _series(
@@ -208,8 +219,9 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
     )
 
 
-def run(connection: sa.Connection, run_id: int) -> Page:
-    """One run: metrics over time with marks where engines left, its steps, those engines. Raises `LedgerError` where there is none."""
+def run(connection: sa.Connection, run_id: int, *, by_step: bool = False) -> Page:
+    """One run: metrics over time with marks where engines left, or over its steps; its steps, those engines. Raises `LedgerError` where
+    there is none."""
     asked = filled(questions.RUN, run_id=run_id)
     found = row_of(connection, asked, f"run {run_id}")
     sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
@@ -219,7 +231,11 @@ def run(connection: sa.Connection, run_id: int) -> Page:
     begin = min((row["committed_at"] for row in steps), default=0.0)
     begin = min(begin, found["created_at"])
     end = max((row["committed_at"] for row in steps), default=begin + 1)
-    drawn = tuple(_series(name, steps, marks, begin, end, clean(name, 60)) for name in chosen)
+    drawn = tuple(
+        _by_step(name, steps) if by_step else _series(name, steps, marks, begin, end, clean(name, 60))
+        for name in chosen
+    )
+    here = f"/runs/{run_id}"
     asked_episodes = filled(questions.EPISODES, run_id=run_id, most=questions.MOST_EPISODES)
     episodes = table_of(
         "Episodes",
@@ -237,9 +253,14 @@ def run(connection: sa.Connection, run_id: int) -> Page:
                 "Metrics",
                 f"{sql}\n\n{left}",
                 notes(
-                    "thin: as measured; thick: smoothed; a red line is an engine that left", cut_note(steps)
+                    "thin: as measured; thick: smoothed",
+                    "" if by_step else "a red line is an engine that left",
+                    cut_note(steps),
                 ),
                 charts=drawn,
+                choices=(("over time", here, not by_step), ("over steps", f"{here}?by=step", by_step))
+                if drawn
+                else (),
                 empty="" if drawn else "no step is committed yet",
             ),
             table_of(
@@ -374,6 +395,24 @@ class Contents:
             for one in sample_ids
         ]
 
+    def beginnings(
+        self, connection: sa.Connection, run_id: int, sample_ids: Sequence[int]
+    ) -> tuple[dict[int, str], str]:
+        """(sample: the first characters of its completion on one line, of those that can be read; why not, "" where it can be)."""
+        found = recorded(connection, sample_ids, _MOST_FIRST_TOKENS)
+        known = {one: unpack_tokens(row.tokens) for one, row in found.items() if row.tokens}
+        if not known:
+            return {}, ""
+        try:
+            said, *_ = texts.read(
+                _tokenizer(connection, run_id), list(known.values()), ask=self._ask, most=MOST_BEGINNING
+            )
+        except ConfigError as error:
+            return {}, clean(error.cause)
+        return {
+            one: clean(" ".join(text.split()), MOST_BEGINNING) for one, text in zip(known, said, strict=True)
+        }, ""
+
     def containing(
         self, connection: sa.Connection, wanted: str, sample_ids: Sequence[int], tokenizer: str
     ) -> tuple[dict[int, str], int]:
@@ -420,6 +459,38 @@ def _facts(row: Row) -> str:
     )
 
 
+def _place(connection: sa.Connection, group_id: int) -> str:
+    """ "group 3 of 8 of the step, ..."; "" of an agent's turn."""
+    found = ask(connection, filled(questions.PLACE, group_id=group_id))
+    if not found:
+        return ""
+    row = found[0]
+    retry = f", retry {row['retry']}" if row["retry"] else ""
+    return (
+        f"group {row['place']:,} of {row['prompts']:,} of the {'step' if row['purpose'] == 'train' else 'evaluation'}{retry} "
+        f"(scavenger samples: --group {row['prompt_index']})"
+    )
+
+
+def _row_columns(connection: sa.Connection, group_id: int) -> tuple[Panel, ...]:
+    """What came with a group's prompt, such as its answer; no panel where nothing did."""
+    sql = filled(questions.META, group_id=group_id)
+    found = ask(connection, sql)
+    if not found or found[0]["meta"] in ("", "{}"):
+        return ()
+    shown, length = indented(str(found[0]["meta"]), _MOST_TEXT), found[0]["meta_length"]
+    return (
+        Panel(
+            "The prompt's row: what the reward function received",
+            sql,
+            f"its beginning: {length:,} characters are recorded"
+            if max(len(shown), length) > _MOST_TEXT
+            else "",
+            texts=(Text("", "", "", clean(shown, _MOST_TEXT)),),
+        ),
+    )
+
+
 def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
     """Prompt and completions of one group, side by side. Raises `LedgerError` where there is none."""
     sql = filled(questions.GROUP, group_id=group_id, most=questions.MOST_GROUP)
@@ -438,7 +509,8 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
         (
             Panel(
                 "Prompt",
-                filled(questions.PROMPT, group_id=group_id),
+                f"{filled(questions.PROMPT, group_id=group_id)}\n\n{filled(questions.PLACE, group_id=group_id)}",
+                _place(connection, group_id),
                 texts=(Text("", "", f"{first['prompt_tokens']} tokens", read[0].prompt),),
             ),
             Panel(
@@ -448,6 +520,7 @@ def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
                 texts=said,
                 marks=_marks_of(read, "none"),
             ),
+            *_row_columns(connection, group_id),
         ),
         ((f"Run {first['run_id']}", f"/runs/{first['run_id']}"), step_of(first)),
     )
@@ -503,10 +576,17 @@ def sample(connection: sa.Connection, contents: Contents | None, sample_id: int)
         f"Sample {sample_id}",
         (
             table_of(
-                "Sample", asked, [found], {"group_id": group_link}, omit=("sample_id", "run_id", "episode_id")
+                "Sample",
+                f"{asked}\n\n{filled(questions.PLACE, group_id=found['group_id'])}",
+                [found],
+                {"group_id": group_link},
+                omit=("sample_id", "run_id", "episode_id"),
+                note=_place(connection, found["group_id"]),
             ),
             dataclasses.replace(table, charts=drawn),
             text,
+            # As its text, on its group's page where that is in the same file.
+            *(() if contents is None else _row_columns(connection, found["group_id"])),
             _mismatch(connection, sample_id),
             table_of("What became of it", ended, ask(connection, ended)),
         ),

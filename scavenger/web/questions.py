@@ -92,12 +92,18 @@ FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND s.reward IS NOT NULL
 GROUP BY s.reward ORDER BY s.reward LIMIT {most}"""
 
-#: `only`: 0 all, 1 moved, 2 masked, 3 cut off. `order`: 0 by number, 1 best first, 2 worst first. `low` <= reward < `high` if `ranged`.
+#: `only`: 0 all, 1 moved, 2 masked, 3 cut off, 4 filtered, 5 of groups of several whose rewards are all equal.
+#: `order`: 0 by number, 1 best first, 2 worst first. `low` <= reward < `high` if `ranged`.
 SAMPLES = """-- Samples of a train step.
 SELECT s.sample_id, s.group_id, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.regenerated, s.reward, s.advantage
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
 WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
-  AND ({only} = 0 OR ({only} = 1 AND s.moves > 0) OR ({only} = 2 AND s.state = 'masked') OR ({only} = 3 AND s.finish = 'length'))
+  AND ({only} = 0 OR ({only} = 1 AND s.moves > 0) OR ({only} = 2 AND s.state = 'masked') OR ({only} = 3 AND s.finish = 'length')
+       OR ({only} = 4 AND s.state = 'filtered')
+       OR ({only} = 5 AND s.group_id IN (
+         SELECT e.group_id FROM v_groups e JOIN v_samples r ON r.group_id = e.group_id
+         WHERE e.run_id = {run_id} AND e.purpose = 'train' AND e.step = {step}
+         GROUP BY e.group_id HAVING count(r.reward) > 1 AND min(r.reward) = max(r.reward))))
   AND ({ranged} = 0 OR (s.reward >= {low} AND s.reward < {high}))
 ORDER BY CASE WHEN {order} = 0 THEN 0.0 WHEN s.reward IS NULL THEN 1e300 WHEN {order} = 1 THEN -s.reward ELSE s.reward END, s.sample_id
 LIMIT {most}"""
@@ -116,6 +122,15 @@ GROUP = """-- The samples of one group.
 SELECT s.sample_id, s.run_id, g.purpose, g.step, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.reward,
        s.advantage, g.prompt_tokens, g.n
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id WHERE g.group_id = {group_id} ORDER BY s.sample_index LIMIT {most}"""
+
+PLACE = """-- Which of the prompts of its step, or of its evaluation, a group is of; an agent's turn has no such place.
+SELECT g.purpose, g.prompt_index, g.retry, count(DISTINCT CASE WHEN o.prompt_index <= g.prompt_index THEN o.prompt_index END) AS place,
+       count(DISTINCT o.prompt_index) AS prompts
+FROM v_groups g JOIN v_groups o ON o.run_id = g.run_id AND o.purpose = g.purpose AND o.step = g.step
+WHERE g.group_id = {group_id} AND g.purpose IN ('train', 'eval') GROUP BY g.purpose, g.prompt_index, g.retry"""
+
+META = """-- What came with a group's prompt: the other columns of its row, as JSON; of it at most 64 Ki characters.
+SELECT length(meta) AS meta_length, substr(meta, 1, 65536) AS meta FROM groups WHERE group_id = {group_id}"""
 
 SAMPLE = """-- One sample, its group, and its place in an episode if it is of a turn.
 SELECT s.sample_id, s.group_id, s.run_id, g.purpose, g.step, s.sample_index, g.n, s.state, s.reason, s.finish, g.prompt_tokens,

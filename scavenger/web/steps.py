@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.web import charts, questions
+from scavenger.web.pages import Contents
 from scavenger.web.panels import (
     Page,
     Panel,
@@ -23,17 +24,20 @@ from scavenger.web.panels import (
     group_link,
     may_read,
     metrics_of,
+    notes,
     row_of,
     sample_link,
     table_of,
 )
-from scavenger.web.questions import filled
+from scavenger.web.questions import filled, filled_list
 
 NEEDS_CONTENTS = "which prompts are the same needs the role scavenger_contents"
 FILTERS = {
     "all": (0, 0),
     "moved": (1, 0),
     "masked": (2, 0),
+    "filtered": (4, 0),
+    "all rewards equal": (5, 0),
     "cut off": (3, 0),
     "best": (0, 1),
     "worst": (0, 2),
@@ -64,14 +68,22 @@ class Scored:
     filled_bins: tuple[int, ...]
 
 
-def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all", bin_: int = -1) -> Page:
-    """One train step: what its time went to, rewards in bins, its samples. `bin_`: only this bin's, -1 = all."""
+def step(
+    connection: sa.Connection,
+    run_id: int,
+    number: int,
+    chosen: str = "all",
+    bin_: int = -1,
+    contents: Contents | None = None,
+) -> Page:
+    """One train step: what its time went to, rewards in bins, its samples. `bin_`: only this bin's, -1 = all. `contents` None: no sample's
+    text."""
     here = f"/runs/{run_id}/steps/{number}"
     asked = filled(questions.STEP, run_id=run_id, step=number, most=questions.MOST_RUNS)
     attempts = ask(connection, asked)
     metrics = metrics_of(attempts[0]) if attempts else {}
     went = parts(metrics)
-    scored = scores(connection, run_id, number, chosen, bin_)
+    scored = scores(connection, run_id, number, chosen, bin_, contents=contents)
     played = _episodes(connection, run_id, number)
     shared = filled(
         questions.SAME_PROMPTS,
@@ -116,12 +128,17 @@ def step(connection: sa.Connection, run_id: int, number: int, chosen: str = "all
 
 
 def evaluation(
-    connection: sa.Connection, run_id: int, number: int, chosen: str = "all", bin_: int = -1
+    connection: sa.Connection,
+    run_id: int,
+    number: int,
+    chosen: str = "all",
+    bin_: int = -1,
+    contents: Contents | None = None,
 ) -> Page:
     """The evaluation after a step: its metrics, rewards in bins, its samples. Raises `LedgerError` where there is no such run."""
     asked = filled(questions.EVALUATION, run_id=run_id, step=number, most=questions.MOST_RUNS)
     made = ask(connection, asked)
-    scored = scores(connection, run_id, number, chosen, bin_, evaluation=True)
+    scored = scores(connection, run_id, number, chosen, bin_, evaluation=True, contents=contents)
     played = _episodes(connection, run_id, number, evaluation=True)
     if not made and not scored.found and not played:
         row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
@@ -168,8 +185,10 @@ def scores(
     bin_: int = -1,
     *,
     evaluation: bool = False,
+    contents: Contents | None = None,
 ) -> Scored:
-    """Of a step, or of the evaluation after it. `bin_`: only this bin's samples, -1 = all."""
+    """Of a step, or of the evaluation after it. `bin_`: only this bin's samples, -1 = all. `contents`: who has how each completion
+    begins; None: the table has no such column."""
     here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
     sql = filled(
         questions.EVALUATION_REWARDS if evaluation else questions.REWARDS,
@@ -194,7 +213,13 @@ def scores(
         high=high,
         most=questions.MOST_SAMPLES,
     )
-    samples = ask(connection, listed)
+    samples, why = ask(connection, listed), ""
+    if contents is not None and may_read(connection, "chunks"):
+        ids = [row["sample_id"] for row in samples]
+        begun, why = contents.beginnings(connection, run_id, ids)
+        listed += f"\n\n{filled_list(questions.MARKED, 'samples', ids)}"
+        if not why:
+            samples = [{**row, "completion": begun.get(row["sample_id"], "")} for row in samples]
     choices = [(name, narrowed_path(here, name), name == chosen) for name in FILTERS]
     if ranged:
         choices.append((f"reward {charts.number(low)} to {charts.number(high)}: show all", here, True))
@@ -211,7 +236,7 @@ def scores(
             listed,
             samples,
             {"sample_id": sample_link, "group_id": group_link},
-            note=f"at most {questions.MOST_SAMPLES}",
+            note=notes(f"at most {questions.MOST_SAMPLES}", why),
             choices=tuple(choices),
         ),
         bool(samples or counts),

@@ -237,7 +237,7 @@ def test_a_sample_s_lines_hold_no_control_characters(tmp_path: Path, jsonl: bool
     ]
     other = f"sqlite:///{tmp_path}/other.sqlite3"
     written(other, [history, *training()[1:]])
-    shown = list(samples.lines(other, "sorting", 1, None, "train", jsonl=jsonl))
+    shown = list(samples.lines(other, "sorting", range(1, 2), None, "train", jsonl=jsonl))
     assert "n3" in shown[-1]
     assert all(line.isprintable() or "\ufffd" in line for line in shown)
     assert not {"\x1b", "\x9b"} & set("".join(shown))
@@ -255,7 +255,9 @@ def test_a_reader_is_told_why_a_sample_was_not_trained(sqlite_url: str, tmp_path
     first = next(x for x in history if isinstance(x, r.SampleEnded) and x.state == "consumed")
     history.append(msgspec.structs.replace(first, state="filtered", reason=why))
     written(sqlite_url, [history])
-    said = list(samples.lines(sqlite_url, "sorting", first.step, None, "train", jsonl=False))
+    said = list(
+        samples.lines(sqlite_url, "sorting", range(first.step, first.step + 1), None, "train", jsonl=False)
+    )
     assert [line.endswith(f"  ({why})") for line in said if " filtered " in line] == [True]
     assert not any(line.endswith(")") for line in said[1:] if " filtered " not in line)
 
@@ -270,7 +272,7 @@ def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Pa
     ]
     written(sqlite_url, history)
     keep(sqlite_url, DROP)
-    prompt, first, second = samples.lines(sqlite_url, "sorting", 1, None, "train", jsonl=False)
+    prompt, first, second = samples.lines(sqlite_url, "sorting", range(1, 2), None, "train", jsonl=False)
     assert "seven eight nine" in prompt
     assert "(9 tokens, dropped)" in first
     assert "harvested@n3[0:5] > reserved@n0[5:9]" in first
@@ -278,7 +280,7 @@ def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Pa
     told = [
         json.loads(line)
         for step in (1, 4)
-        for line in samples.lines(sqlite_url, "sorting", step, None, "train", jsonl=True)
+        for line in samples.lines(sqlite_url, "sorting", range(step, step + 1), None, "train", jsonl=True)
     ]
     assert [(x["tokens"], x["contents"]) for x in told] == [(9, "dropped"), (4, "dropped"), (9, ""), (4, "")]
 

@@ -105,6 +105,10 @@ def test_of_a_run_of_agents_it_says_how_their_turns_are_read(tmp_path: Path) -> 
         (["--length", ">2"], [0.5, 1.0]),
         (["--finish", "length"], [1.0]),
         (["--moves", ">0"], []),
+        (["--step", "1"], [0.5, 1.0, -1.0, 0.25]),
+        (["--step", "0-2"], [0.5, 1.0, -1.0, 0.25] * 2),
+        (["--step", "1-999999999999999999", "--reward", ">=0.5"], [0.5, 1.0, 0.5, 1.0]),
+        (["--step", "1-2", "--best", "--limit", "3"], [1.0, 1.0, 0.5]),
     ],
 )
 def test_samples_are_sorted_and_filtered(config: Path, arguments: list[str], found: list[float]) -> None:
@@ -117,12 +121,30 @@ def test_samples_are_sorted_and_filtered(config: Path, arguments: list[str], fou
         (["--sort", "colour"], "no such key"),
         (["--reward", "great"], "is no comparison"),
         (["--reward", "1.2.3"], "is no comparison"),
+        (["--step", "seven"], "is no step"),
+        (["--step", "-1"], "is no step"),
+        (["--step", "3-"], "is no step"),
+        (["--step", "٣"], "is no step"),
+        (["--step", "9" * 19], "is no step"),
+        (["--step", "7-3"], "ends before it begins"),
         (["--local"], "needs the run's file"),
     ],
 )
 def test_what_means_nothing_is_refused(config: Path, arguments: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         shown(config, *arguments)
+
+
+def test_of_several_steps_each_group_names_its_own(config: Path) -> None:
+    said = shown(config, "try", "--step", "1-2").splitlines()
+    assert [line.partition("  ")[0] for line in said if not line.startswith(" ")] == [
+        f"step {step}, group {group} (retry 0)" for step in (1, 2) for group in (0, 1)
+    ]
+    first, *_ = shown(config, "try", "--step", "1-2", "--limit", "1").splitlines()
+    assert first == "run try, steps 1-2 (1 of 8 samples)"
+    assert "group 0" in shown(config, "try", "--step", "3"), "a step in flight is shown where it is named"
+    with pytest.raises(LedgerError, match="no train samples of steps 4-7"):
+        shown(config, "try", "--step", "4-7")
 
 
 def test_what_is_not_there_is_said(config: Path) -> None:

@@ -286,6 +286,8 @@ KEPT = {
     "all": ["11", "12", "71"],
     "moved": ["11"],
     "masked": ["71"],
+    "filtered": [],
+    "all rewards equal": [],
     "cut off": ["12"],
     "best": ["11", "12", "71"],
     "worst": ["12", "11", "71"],

@@ -553,7 +553,7 @@ def test_sixty_readers_of_a_slow_page_take_no_thread_from_another_page(
     """By the application: Starlette has 40 threads for what is no coroutine."""
     app, slow = web.make_app(ledger(tmp_path), TOKEN), _Slow()
 
-    def run(connection: object, run_id: int) -> Page:
+    def run(connection: object, run_id: int, *, by_step: bool) -> Page:
         return Page(slow(connection), ())
 
     monkeypatch.setattr(pages, "run", run)

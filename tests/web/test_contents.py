@@ -278,6 +278,8 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
     assert {name: [row[0].text for row in page.panels[0].body] for name, page in narrowed.items()} == {
         "moved": ["11"],
         "masked": [],
+        "filtered": [],
+        "all+rewards+equal": [],
         "cut+off": ["12"],
         "best": ["11", "12"],
         "worst": ["12", "11"],

@@ -241,12 +241,25 @@ def write(options: argparse.Namespace) -> None:
             print(f"LOOK: {cause}\n  remedy: {remedy}")
     if missing := draft.missing_extra(facts, data, wish):
         print(f"LOOK: {missing}")
+    for line in draft.own_reward(data, wish, written=_is_written(wish.reward, folder)):
+        print(line)
     if options.tiny:
         print(RANDOM_WEIGHTS)
     print(
         f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}; "
         f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"
     )
+
+
+def _is_written(reward: str, folder: Path) -> bool:
+    """Whether the module of a reward function lies in the run's folder, or is installed. It is not imported: that is the run's to do."""
+    module = reward.partition(":")[0]
+    own, top = folder / module.replace(".", "/"), module.partition(".")[0]
+    if own.with_name(own.name + ".py").is_file() or (own / "__init__.py").is_file():
+        return True
+    found = importlib.util.find_spec(top) if top.isidentifier() else None
+    # The folder that `init` was called in is on our path, and not on the run's.
+    return found is not None and found.origin is not None and Path.cwd() not in Path(found.origin).parents[:2]
 
 
 def _text_model(folder: Path, data: DataFacts) -> Path:

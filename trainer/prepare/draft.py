@@ -411,6 +411,32 @@ def missing_extra(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     )
 
 
+def own_reward(data: DataFacts, wish: RunOptions, *, written: bool) -> list[str]:
+    """What the function that --reward names receives of these rows, and where its module goes unless it is `written`; [] where it is one
+    of the trainer's own. Pure."""
+    module, _, function = wish.reward.partition(":")
+    if not wish.reward or data.environment or module.partition(".")[0] == "trainer":
+        return []
+    meta = [repr(name) for name in data.columns if name not in (data.prompt_field, "answer", "row")]
+    if data.answer_field:
+        same = "" if data.answer_field == "answer" else f" (the column {data.answer_field!r})"
+        meta.append(f"'answer'{same}")
+    elif "answer" in data.columns:
+        meta.append("'answer'")
+    meta.append("'row'" if "row" in data.columns else "'row' (the row's number, from 0)")
+    said = [
+        f"reward: {function or 'the function'}(prompt: str, completion: str, meta: dict) -> float is called for each completion",
+        f"  meta has {', '.join(meta)}",
+    ]
+    if not written:
+        path = wish.folder / f"{module.replace('.', '/')}.py"
+        said.append(
+            f"LOOK: there is no module {module} yet: write it as {path} (docs/rewards.md has an example). init --check calls it as the run "
+            "will"
+        )
+    return said
+
+
 def _reward(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     if data.environment:
         return """[reward]

@@ -154,10 +154,14 @@ class LocalServer:
         )
         self._process = process
         assert process.stdout is not None
-        ready = select.select([process.stdout], [], [], _START_S)[0] and process.stdout.readline()
-        if not ready:
+        said = select.select([process.stdout], [], [], _START_S)[0]
+        if not said or not process.stdout.readline():
             self.stop()
-            raise ClusterError("the local cluster did not start", "its own message is above")
+            how = f"within {_START_S:g} s" if not said else f"and ended (exit status {process.returncode})"
+            raise ClusterError(
+                f"the local cluster in {self.dir} did not say that it is ready {how}",
+                "its own message, if it had one, is above",
+            )
         return self
 
     def stop(self) -> None:

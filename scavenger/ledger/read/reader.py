@@ -366,6 +366,15 @@ def newest_step(engine: sa.Engine, run_id: int, purpose: str = "train") -> int |
         return step
 
 
+def submitted_steps(
+    engine: sa.Engine, run_id: int, first: int, last: int, purpose: str = "train"
+) -> list[int]:
+    """The steps from `first` to `last`, both included, that have groups; in order."""
+    wanted = {"run_id": run_id, "purpose": purpose, "first": first, "last": last}
+    with reading(engine) as connection:
+        return [row["step"] for row in _ask(connection, "submitted_steps", **wanted)]
+
+
 def keys_in_force(engine: sa.Engine) -> dict[str, tuple[str, str]]:
     """Public key -> (role, name), as the events `key_added` and `key_revoked` tell."""
     found: dict[str, tuple[str, str]] = {}

@@ -181,6 +181,32 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
         rows.read_facts(path, "z", "")
 
 
+def test_what_ones_own_reward_function_receives_is_told_and_where_its_module_goes(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "run"
+    path.write_text('{"question": "1>", "solution": "1", "hint": "x\\u001b"}\n' * 10)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does with the folder it is called in
+    (tmp_path / "mine.py").write_text("raise SystemExit('it is not imported')")
+    assert draft(folder, own_model, path, "--reward=mine:score") == 0
+    told = capsys.readouterr().out
+    assert "reward: score(prompt: str, completion: str, meta: dict) -> float" in told
+    assert (
+        "meta has 'solution', 'hint', 'answer' (the column 'solution'), 'row' (the row's number, from 0)\n"
+        in told
+    )
+    assert f"there is no module mine yet: write it as {folder / 'mine.py'}" in told
+    (tmp_path / "mine.py").rename(folder / "mine.py")
+    assert draft(folder, own_model, path, "--reward=mine:score", "--force") == 0
+    told = capsys.readouterr().out
+    assert ("meta has 'solution'" in told, "no module" in told) == (True, False)
+    for installed in ("json:loads", "trainer.judge:reward"):
+        assert draft(folder, own_model, path, f"--reward={installed}", "--force") == 0
+        told = capsys.readouterr().out
+        assert ("meta has" in told, "no module" in told) == (installed == "json:loads", False)
+
+
 def test_a_run_on_rows_without_answers_is_drafted_once_its_reward_is_named(
     own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
