@@ -6,6 +6,7 @@ PostgreSQL (psycopg 3, `synchronous_commit=on`); anything else is refused.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 import time
@@ -282,9 +283,9 @@ def _migrations() -> Path:
     return resources.path("scavenger/ledger/migrations")
 
 
-def _alembic(connection: sa.Connection | None) -> Config:
+def _alembic(connection: sa.Connection | None, migrations: Path | None = None) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(_migrations()).replace("%", "%%"))
+    config.set_main_option("script_location", str(migrations or _migrations()).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
@@ -318,7 +319,7 @@ def upgrade(url: str) -> tuple[str, str]:
             _end_generations(connection)
         command.upgrade(config, "head")
         after = current_revision(connection)
-        if before and (found := _altered(after, _columns(connection), _columns_anew())):
+        if before and (found := _altered(after, _columns(connection), _columns_anew(_migrations()))):
             raise found
         return before, after
 
@@ -407,12 +408,13 @@ def _columns(connection: sa.Connection) -> LedgerColumns:
     return {table: frozenset(columns) for table, columns in found.items()}
 
 
-def _columns_anew() -> LedgerColumns:
-    """Those of a ledger that this code's revisions make."""
+@functools.cache
+def _columns_anew(migrations: Path) -> LedgerColumns:
+    """Those of a ledger that these revisions make."""
     engine = sa.create_engine("sqlite://")
     try:
         with engine.connect() as connection, connection.begin():
-            command.upgrade(_alembic(connection), "head")
+            command.upgrade(_alembic(connection, migrations), "head")
             return _columns(connection)
     finally:
         engine.dispose()

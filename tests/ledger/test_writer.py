@@ -63,6 +63,8 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
         "training_jobs": 1,
         "engine_deaths": 1,
         "node_quarantines": 1,
+        "deliveries": 1,
+        "delivered_turns": 1,
         "episodes": 1,
         "turns": 1,
         "turn_samples": 1,

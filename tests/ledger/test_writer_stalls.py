@@ -149,9 +149,9 @@ def test_a_lost_connection_is_made_again(postgres: sa.URL) -> None:
 def test_a_daemon_that_stands_still_in_mid_transaction_does_not_keep_its_successor_out(
     postgres: sa.URL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 300)
     url = new_database(postgres)
     upgrade(url)
+    monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 300)
     still, successor = open_engine(url), open_engine(url)
     first = transaction.grant_generation(still, "here", 1, "test", 1.0)
     with transaction.open_connection(still) as connection:
