@@ -400,7 +400,7 @@ wait %1""": By(
     },
     "docs/staleness.md": {},
     "docs/checkpoints.md": {
-        "sbatch my-run/train.sbatch": SUBMITTED,
+        "sbatch my-run/train.sbatch": Here(needs=("drafted",), says="Submitted batch job"),
         "sbatch my-run/train.sbatch --resume OUT_DIR/checkpoints/step-00000100 --set optimizer.lr=5e-7": Here(
             needs=("drafted",), says="Submitted batch job"
         ),

@@ -183,6 +183,7 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
         "harvest": {"vllm_options": options, "max_nodes_per_engine": 3},
         "router": {
             "sibling_bytes_per_s": 4096,
+            "share_prompts": True,
             "disagreement": "report",
             "disagreement_ratio": 4.0,
             "disagreement_samples": 20,
@@ -191,4 +192,4 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
     limits = RouterLimits.of(DaemonConfig.model_validate(config))
     rules = AgreementRules(samples=20, ratio=4.0)
     found = tuple(getattr(limits, field.name) for field in dataclasses.fields(limits))
-    assert found == (*keys.values(), options, "report", rules, 3, 4096)
+    assert found == (*keys.values(), options, "report", rules, 3, 4096, True)

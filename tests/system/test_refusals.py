@@ -108,7 +108,7 @@ def test_a_key_or_value_of_scavenger_toml(
     ("section", "said"),
     [
         ({"step": 5}, "unknown key 'run.step'"),
-        ({"steps": 0}, "run.steps = 0: Input should be greater than 0"),
+        ({"steps": -1}, "run.steps = -1: Input should be greater than or equal to 0"),
         ({"name": "../up"}, "run.name = '../up': String should match pattern"),
     ],
 )
