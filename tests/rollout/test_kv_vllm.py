@@ -5,6 +5,10 @@ One pair of engines is started for all that needs them.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,9 @@ from scavenger.protocol.worker.events import Request
 
 pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
+from rollout.engines.vllm import worker  # noqa: E402  needs torch
+from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402
+from tests.rollout.test_engine_contract import finish  # noqa: E402
 from tests.rollout.test_kv import first, rest  # noqa: E402
 
 PROMPT = tuple(1 + place * 7 % 27 for place in range(70))
@@ -56,3 +62,77 @@ def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(k
             await engine.close()
 
     kind.run(main())
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_blocks_of_a_request_that_vllm_preempted_are_not_given_out(
+    scheduled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's worker knows of its blocks is of before: they are other requests' by now."""
+    taken: list[object] = []
+    mover = SimpleNamespace(copy_out=lambda *what: taken.append(what))
+    monkeypatch.setattr(worker, "_mover", lambda: mover)
+    known = {"7-ab": SimpleNamespace(num_computed_tokens=64, block_ids=[[3, 4]])}
+    batch = SimpleNamespace(req_id_to_index={"7-ab": 0} if scheduled else {})
+    extension: Any = SimpleNamespace(model_runner=SimpleNamespace(requests=known, input_batch=batch))
+    assert worker.Extension.scavenger_take_kv(extension, "7", 64, "path") is scheduled
+    assert taken == ([([3, 4], 64, "path")] if scheduled else [])
+
+
+def test_a_request_s_blocks_stay_where_they_are_until_vllm_has_dropped_it() -> None:
+    """It may be scheduled when it is aborted: what it then reads must not be gone, or another request's."""
+
+    class Waiting(Llm):
+        dropped = asyncio.Event()
+        path = ""
+
+        async def generate(
+            self, _prompt: object, params: Any, *_args: object, **_how: object
+        ) -> AsyncIterator[Any]:
+            Waiting.path = params.extra_args["kv_transfer_params"]["path"]
+            await asyncio.Event().wait()
+            yield
+
+        async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+            await self.dropped.wait()
+            return [None]
+
+    async def main() -> None:
+        engine = engine_of(Waiting())
+        engine._usable = True
+        await engine.add_with_kv(asked(1), Kv(PROMPT[:64], memoryview(b"of request 1")))
+        async with asyncio.timeout(30):
+            while not Waiting.path:
+                await asyncio.sleep(0)
+        await engine.abort([1])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert Path(Waiting.path).read_bytes() == b"of request 1"
+        Waiting.dropped.set()
+        await asyncio.gather(*engine._letting_go)
+        assert not Path(Waiting.path).exists()
+
+    asyncio.run(main())
+
+
+def test_blocks_that_a_wipe_zeroed_are_not_given_out() -> None:
+    """After a request met NaN; the others are computed again, and vLLM's worker learns of that with their next pass."""
+
+    class Running(Llm):
+        async def generate(self, *_args: object, **_how: object) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+            return [True]
+
+    async def main() -> None:
+        engine = engine_of(Running())
+        engine._usable, engine._kv_shape = True, ("layout", 4, 32)
+        await engine.add(asked(1))
+        assert await engine.take_kv(1, 64) is not None
+        await engine._cleanse()
+        assert await engine.take_kv(1, 64) is None
+        await engine.abort([1])
+
+    asyncio.run(main())

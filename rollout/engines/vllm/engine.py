@@ -193,6 +193,7 @@ class VllmEngine:
         self._brought: dict[
             int, int
         ] = {}  # handle -> descriptor of the memory with the blocks that it brought
+        self._letting_go: set[asyncio.Task[None]] = set()  # of such memory, whose requests were aborted
         self._introduced: set[str] = set()  # groups whose prompt that process was told
 
     async def prepare(self) -> None:
@@ -332,6 +333,7 @@ class VllmEngine:
         async with self._weights_lock:
             if self._wipes == ticket:
                 self._wipes += 1
+                self._texts.clear()  # their blocks are zeroed, and computed again elsewhere: they are given out no more
                 await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
                 await self._resume_with_clean_cache()
 
@@ -510,12 +512,25 @@ class VllmEngine:
         if self._streams.get(handle) is task:
             del self._streams[handle]
         self._texts.pop(handle, None)
-        if (fd := self._brought.pop(handle, None)) is not None:
+        if (fd := self._brought.pop(handle, None)) is not None and not task.cancelled():
             os.close(fd)
+        elif fd is not None:
+            letting_go = asyncio.create_task(self._let_go(fd))
+            self._letting_go.add(letting_go)
+            letting_go.add_done_callback(self._letting_go.discard)
         self._routes.pop(task.get_name(), None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(_died(error))
+
+    async def _let_go(self, fd: int) -> None:
+        """Of an aborted request, which vLLM may have scheduled and not begun. A call is answered behind the abort, and then nothing opens
+        the memory any more: closed before, its path would name nothing, or another request's blocks."""
+        try:
+            with contextlib.suppress(EngineError):  # it died: whoever reads next hears of that
+                await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
+        finally:
+            os.close(fd)
 
     async def _end_streams(self) -> None:
         streams = list(self._streams.values())
