@@ -172,7 +172,7 @@ async def publish(
 ) -> None:
     """Write what `look` gives when it changed, seen every `check_s` seconds, and every `write_s`, until `stop`.
 
-    A file that cannot be written ends nothing, and a folder that hangs holds up the daemon's end for `LEAST_S` at most.
+    A file that cannot be written ends nothing, and a folder that hangs keeps an end waiting for `LEAST_S` at most.
     """
     loop = asyncio.get_running_loop()
     tried_at, before = -math.inf, PublicStatus(0.0, 0, "CLOSED", None)
