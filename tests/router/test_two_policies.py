@@ -280,3 +280,38 @@ def test_a_run_of_another_owner_that_took_the_name_tells_nothing() -> None:
     bench.of("r", CloseRun("finished"), conn=7, who=stranger)
     assert bench.router.core.runs["r"].ended
     assert bench.take(OTHER, EpisodesOver) == []
+
+
+def test_nothing_is_sent_for_a_step_that_was_taken() -> None:
+    """What comes between a commit and the next wish would be of weights that are too old for the step that trains it."""
+    bench = opened(ahead=0)
+    played(bench, "e", "f")
+    bench.deliver(bench.share("e"))
+    [group] = bench.want(1, 1)
+    assert bench.train(1, group) == Ok()
+    bench.deliver(bench.share("f"), prompt=1)
+    assert bench.take(OTHER, DeliveredGroup) == []
+    assert bench.want(2, 1) == []
+    assert states(bench) == ["consumed", "stale"]
+
+
+def test_what_a_trainer_may_have_is_not_dropped_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "MAX_DUE_GROUPS", 2)
+    bench = opened()
+    played(bench, "a", "b", "c")
+    bench.deliver(bench.share("a"))
+    bench.deliver(bench.share("b"), prompt=1)
+    [held] = bench.want(count=1)
+    bench.restart()
+    bench.attach_again("r")
+    bench.deliver(bench.share("c"), prompt=2)
+    bench.attach_again("s")
+    bench.want(count=1, have=(held.group_id,))
+    assert bench.train(1, held) == Ok()
+
+
+def test_a_run_that_takes_episodes_plays_none() -> None:
+    bench = TwoRuns()
+    denied = bench.of("s", msgspec.structs.replace(open_body("s"), policies=("t",)))
+    assert isinstance(denied, Denied)
+    assert "plays none" in denied.reason

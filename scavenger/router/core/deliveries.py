@@ -83,6 +83,9 @@ def opening_fault(core: Core, owner_key: str, body: OpenRun) -> Denied | None:
     """Why a run with these policies is not opened."""
     if body.episodes_of == body.run or body.run in body.policies:
         return Denied("invalid", f"run {body.run!r} names itself as another run", "leave it out")
+    if body.episodes_of and body.policies:
+        why = f"run {body.run!r} takes episodes of run {body.episodes_of!r}, and plays none of its own"
+        return Denied("invalid", why, "leave out data.policies, or data.episodes_of")
     source = core.runs.get(body.episodes_of) if body.episodes_of else None
     if source is not None and source.owner_key != owner_key:
         why = (
@@ -228,14 +231,14 @@ def _make(
 def _bound(core: Core, run: ActiveRun) -> None:
     """Drop the oldest groups where too many are due: its trainer is slower than episodes come, or away."""
     due = run.deliveries.due()
-    nbytes = sum(one.nbytes for of_group in due.values() for one in of_group)
+    groups, nbytes = len(due), sum(one.nbytes for of_group in due.values() for one in of_group)
     for group, of_group in due.items():
-        if len(due) <= MAX_DUE_GROUPS and nbytes <= MAX_DUE_BYTES:
+        if groups <= MAX_DUE_GROUPS and nbytes <= MAX_DUE_BYTES:
             return
         if group in run.deliveries.held:
             continue
         nbytes -= sum(one.nbytes for one in of_group)
-        due = {other: rest for other, rest in due.items() if other != group}
+        groups -= 1
         _end(core, run, of_group, DeliveryStep.DROP, "newer ones came, and too many were due")
 
 
@@ -261,17 +264,21 @@ def want(core: Core, run: ActiveRun, body: WantDeliveries) -> ReplyBody:
 
 
 def send(core: Core, run: ActiveRun) -> None:
-    """Send what is due, is young enough for the step and was not sent, as far as it is wanted. Durable by then."""
+    """Send what is due, is young enough for the step and was not sent, as far as it is wanted. Durable by then.
+
+    Once the step was taken nothing is sent for it: it would be trained in a later one, for which it may be too old.
+    """
     mine = run.deliveries
     if mine.wanted is None or run.trainer.conn is None:
         return
+    room = mine.wanted.count if mine.wanted.step > run.progress.last_committed else 0
     for group, some in mine.due().items():
         if group in mine.held:
             continue
         oldest = min(one.version for one in some)
         if why := staleness.fault(run, mine.wanted.step, oldest):
             _end(core, run, some, DeliveryStep.EXPIRE, why)
-        elif len(mine.held) < mine.wanted.count:
+        elif len(mine.held) < room:
             mine.held.add(group)
             core.send_durable(run.trainer.conn, _message(group, some))
     tell_over(core, run)
@@ -407,3 +414,5 @@ def restore(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Snapshot) -
             ended_step=row.ended_step,
         )
         one.transition(DeliveryStep.DELIVER if row.state == "due" else DeliveryStep.RESTORE_TAKEN)
+        if one.status is DeliveryStatus.DUE:
+            run.deliveries.held.add(one.group)  # its trainer may have it, until it says what it has
