@@ -5,6 +5,7 @@ One pair of engines is started for all that needs them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from scavenger.protocol.worker.events import Request
 
 pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
+from rollout.engines.vllm import worker  # noqa: E402  needs torch
+from tests.rollout.test_engine_contract import finish  # noqa: E402
 from tests.rollout.test_kv import first, rest  # noqa: E402
 
 PROMPT = tuple(1 + place * 7 % 27 for place in range(70))
@@ -56,3 +58,18 @@ def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(k
             await engine.close()
 
     kind.run(main())
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_blocks_of_a_request_that_vllm_preempted_are_not_given_out(
+    scheduled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's worker knows of its blocks is of before: they are other requests' by now."""
+    taken: list[object] = []
+    mover = SimpleNamespace(copy_out=lambda *what: taken.append(what))
+    monkeypatch.setattr(worker, "_mover", lambda: mover)
+    known = {"7-ab": SimpleNamespace(num_computed_tokens=64, block_ids=[[3, 4]])}
+    batch = SimpleNamespace(req_id_to_index={"7-ab": 0} if scheduled else {})
+    extension: Any = SimpleNamespace(model_runner=SimpleNamespace(requests=known, input_batch=batch))
+    assert worker.Extension.scavenger_take_kv(extension, "7", 64, "path") is scheduled
+    assert taken == ([([3, 4], 64, "path")] if scheduled else [])

@@ -291,8 +291,11 @@ class Extension:
 
     def scavenger_take_kv(self, name: str, tokens: int, path: str) -> bool:
         """Copy the entries of a running request's first tokens to a file. False: it is not there, or has not so many."""
-        # vLLM appends letters of its own to a request's name.
-        found = next((r for n, r in self.model_runner.requests.items() if n.rpartition("-")[0] == name), None)
+        # vLLM appends letters of its own to a request's name. One that it preempted is in no batch, and what is known of its blocks is
+        # of before: others have them by now.
+        runner = self.model_runner
+        full = next((n for n in runner.input_batch.req_id_to_index if n.rpartition("-")[0] == name), "")
+        found = runner.requests.get(full)
         if found is None or found.num_computed_tokens < tokens or len(found.block_ids) != 1:
             return False
         _mover().copy_out(list(found.block_ids[0]), tokens, path)
