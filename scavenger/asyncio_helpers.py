@@ -24,13 +24,16 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
-async def written(write: Callable[[], None]) -> None:
-    """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after its writer's last one."""
+async def written(write: Callable[[], None], *, at_end_s: float | None = None) -> None:
+    """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after its writer's last one. So long
+    at most, where the folder may be one that hangs (`at_end_s`; None: to its end).
+    """
     writing = asyncio.create_task(asyncio.to_thread(write))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
-        await asyncio.gather(writing, return_exceptions=True)
+        await asyncio.wait([writing], timeout=at_end_s)
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise
 
 

@@ -87,7 +87,7 @@ def test_a_question_in_plain_words_finds_the_section_that_answers_it(
         ("maintenance", "admin.html#stop-it-or-empty-nodes"),
         ("real GPUs", "questions.html#has-it-run-on-real-gpus"),
         ("which operating system and CUDA are required?", "install.html#requirements"),
-        ("what is lost when GPUs are taken back", "questions.html#what-do-i-lose"),
+        ("what is lost when GPUs are taken back", "questions.html#what-happens-to-my-samples"),
         ("how do I use my own reward function", "rewards.html#your-own-reward-function"),
         ("how to limit off-policy staleness", "staleness.html#asynchronous"),
         ("how do I install it offline", "install.html#without-internet"),

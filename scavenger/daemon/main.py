@@ -24,7 +24,7 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger import __version__
-from scavenger.asyncio_helpers import within
+from scavenger.asyncio_helpers import LEAST_S, within
 from scavenger.cluster.model import ClusterView
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.unix_users import own_user
@@ -193,7 +193,7 @@ class Daemon:
         durable = await asyncio.to_thread(writer.close)
         if durable and self.failure is None:
             await asyncio.to_thread(self._release, writer.granted)
-        await asyncio.to_thread(self._write_last_status, self._status_now())
+        await self._write_last_status(self._status_now())
         if self.clusters is not None:
             self.clusters.close()
         server.close()
@@ -765,8 +765,10 @@ class Daemon:
         finally:
             self._engine.dispose()
 
-    def _write_last_status(self, seen: status.Status) -> None:
-        """The last figures say how it ended, or `scavenger status` would go on calling this daemon well."""
+    async def _write_last_status(self, seen: status.Status) -> None:
+        """The last figures say how it ended, or `scavenger status` would go on calling this daemon well. Of one of the files also where
+        the other cannot be written; a public folder that hangs is not waited for longer than `LEAST_S`.
+        """
         failure = self.failure
         state = (
             status.CLOSED
@@ -783,13 +785,18 @@ class Daemon:
             else ""
         )
         last = msgspec.structs.replace(seen, state=state, reason=reason, stopped_at=self.clock())
-        public_dir = self.config.daemon.public_dir
         try:
-            status.write_last(self.state_dir, last)
-            if public_dir is not None:
-                public_status.write_last(public_dir, public_status.of(last))
+            await asyncio.to_thread(status.write_last, self.state_dir, last)
         except OSError as error:
             log.warning("the end is not in the status file", path=error.filename, reason=str(error))
+        if (public_dir := self.config.daemon.public_dir) is None:
+            return
+        try:
+            async with asyncio.timeout(LEAST_S):
+                await asyncio.to_thread(public_status.write_last, public_dir, public_status.of(last))
+        except OSError as error:  # a timeout is one too
+            why = str(error) or f"it took over {LEAST_S:g} s"
+            log.warning("the end is not in the public status file", path=str(public_dir), reason=why)
 
 
 def run(

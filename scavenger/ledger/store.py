@@ -10,7 +10,7 @@ import functools
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -319,8 +319,10 @@ def upgrade(url: str) -> tuple[str, str]:
             _end_generations(connection)
         command.upgrade(config, "head")
         after = current_revision(connection)
-        if before and (found := _altered(after, _columns(connection), _columns_anew(_migrations()))):
-            raise found
+        if before:
+            wanted = _columns_anew(_migrations())
+            if found := _altered(after, _columns(connection, wanted), wanted):
+                raise found
         return before, after
 
 
@@ -391,19 +393,22 @@ class LedgerColumn(NamedTuple):
 
 #: By table or view.
 LedgerColumns = Mapping[str, frozenset[LedgerColumn]]
-#: Also of tables that the asker may not read.
+#: Of those that a query means by these names: of PostgreSQL's whichever schema they are in, and also where the asker may not read them. Of
+#: others nothing is asked: SQLite refuses to look into a view of somebody's whose table is gone.
 _COLUMNS = {
     "sqlite": 'SELECT m.name, c.name, c."notnull" AND c.dflt_value IS NULL AND NOT c.pk FROM sqlite_master m'
-    " JOIN pragma_table_info(m.name) c WHERE m.type IN ('table', 'view')",
+    " JOIN pragma_table_info(m.name) c WHERE m.type IN ('table', 'view') AND m.name IN :names",
     "postgresql": "SELECT t.relname, c.attname, c.attnotnull AND NOT c.atthasdef FROM pg_class t"
     " JOIN pg_attribute c ON c.attrelid = t.oid AND c.attnum > 0 AND NOT c.attisdropped"
-    " WHERE t.relkind IN ('r', 'p', 'v') AND t.relnamespace = current_schema()::regnamespace",
+    " WHERE t.relkind IN ('r', 'p', 'v') AND pg_table_is_visible(t.oid) AND t.relname IN :names",
 }
 
 
-def _columns(connection: sa.Connection) -> LedgerColumns:
+def _columns(connection: sa.Connection, names: Collection[str]) -> LedgerColumns:
+    """Of these tables and views, as far as they are there."""
     found: dict[str, set[LedgerColumn]] = {}
-    for table, column, needed in connection.exec_driver_sql(_COLUMNS[connection.dialect.name]):
+    asked = sa.text(_COLUMNS[connection.dialect.name]).bindparams(sa.bindparam("names", expanding=True))
+    for table, column, needed in connection.execute(asked, {"names": sorted(names)}):
         found.setdefault(str(table), set()).add(LedgerColumn(str(column), bool(needed)))
     return {table: frozenset(columns) for table, columns in found.items()}
 
@@ -415,7 +420,10 @@ def _columns_anew(migrations: Path) -> LedgerColumns:
     try:
         with engine.connect() as connection, connection.begin():
             command.upgrade(_alembic(connection, migrations), "head")
-            return _columns(connection)
+            made = connection.exec_driver_sql(
+                "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+            )
+            return _columns(connection, list(made.scalars()))
     finally:
         engine.dispose()
 
@@ -449,4 +457,4 @@ def altered(connection: sa.Connection, revision: str) -> LedgerRefused | None:
         name: frozenset(LedgerColumn(column.name, needed=False) for column in table.columns)
         for name, table in metadata.tables.items()
     }
-    return _altered(revision, _columns(connection), wanted)
+    return _altered(revision, _columns(connection, wanted), wanted)

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
-from scavenger.asyncio_helpers import within, written
+from scavenger.asyncio_helpers import LEAST_S, within, written
 from scavenger.errors import AuthError, DaemonUnavailable
 from scavenger.observe import status
 from scavenger.parsing import MALFORMED
@@ -172,7 +172,7 @@ async def publish(
 ) -> None:
     """Write what `look` gives when it changed, seen every `check_s` seconds, and every `write_s`, until `stop`.
 
-    A file that cannot be written ends nothing.
+    A file that cannot be written ends nothing, and a folder that hangs keeps an end waiting for `LEAST_S` at most.
     """
     loop = asyncio.get_running_loop()
     tried_at, before = -math.inf, PublicStatus(0.0, 0, "CLOSED", None)
@@ -181,7 +181,7 @@ async def publish(
         if msgspec.structs.replace(seen, at=before.at) != before or loop.time() - tried_at >= write_s:
             tried_at, before = loop.time(), seen
             try:
-                await written(functools.partial(write, public_dir, seen))
+                await written(functools.partial(write, public_dir, seen), at_end_s=LEAST_S)
             except OSError as error:
                 log.warning(
                     "public status not written; tried again", path=str(path(public_dir)), reason=str(error)

@@ -130,19 +130,21 @@ class SiteFeed:
         """Prompt and completion, their beginnings where they are long; why not, where they cannot be read."""
         try:
             with connected(self._url) as connection:
-                found = contents.recorded(connection, [sample_id], _MOST_TOKENS).get(sample_id)
+                found = contents.recorded(connection, [sample_id], _MOST_TOKENS + 1).get(sample_id)
                 if found is None or found.why:
                     return [("prompt and completion", [found.why if found is not None else "purged by now"])]
-                prompts = contents.prompts(connection, [found.group_id], _MOST_TOKENS, added=False)
+                prompts = contents.prompts(connection, [found.group_id], _MOST_TOKENS + 1, added=False)
         except ScavengerError as error:
             return [("prompt and completion", [_said(error)])]
-        ids = [unpack_tokens(prompts.get(found.group_id, b"")), unpack_tokens(found.tokens)]
+        read = [unpack_tokens(prompts.get(found.group_id, b"")), unpack_tokens(found.tokens)]
+        ids = [some[:_MOST_TOKENS] for some in read]
+        more = [len(some) > _MOST_TOKENS for some in read]
         try:
             # In a process of its own: the file is the run's owner's, and may end whoever reads it.
             said, _, _ = texts.read(tokenizer, ids, most=_MOST_TEXT)
         except ConfigError as error:
             said = [f"(no text: {_said(error)}) ids {list(some)}"[: _MOST_TEXT + 1] for some in ids]
-        return [("prompt", _beginning(said[0])), ("completion", _beginning(said[1]))]
+        return [("prompt", _beginning(said[0], more[0])), ("completion", _beginning(said[1], more[1]))]
 
     def node(self, place: str) -> list[Text]:
         """Of a node; `place`: its name, on a further cluster CLUSTER/NODE."""
@@ -217,10 +219,10 @@ def _said(error: ScavengerError) -> str:
     return f"{error.cause}; {error.remedy}" if error.remedy else error.cause
 
 
-def _beginning(said: str) -> list[str]:
-    """Its lines; the last one says where there is more."""
+def _beginning(said: str, more: bool) -> list[str]:
+    """Its lines; the last one says where there is more. `more`: not all tokens were read for it."""
     lines = said[:_MOST_TEXT].splitlines()
-    if len(said) <= _MOST_TEXT and len(lines) <= _MOST_TEXT_LINES:
+    if not more and len(said) <= _MOST_TEXT and len(lines) <= _MOST_TEXT_LINES:
         return lines
     return [
         *lines[:_MOST_TEXT_LINES],

@@ -15,7 +15,9 @@ from scavenger.errors import Fenced, LedgerError, LedgerRefused
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.faults import WriterState
+from scavenger.ledger.read.reader import connected
 from scavenger.ledger.read.reports import check, report
+from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, witness, written
 from tests.ledger.histories import config
 
@@ -56,13 +58,16 @@ def revision_of(url: str) -> str:
         engine.dispose()
 
 
-def stamp(url: str, revision: str) -> None:
+def execute(url: str, *statements: str) -> None:
     engine = store.open_engine(url)
     with engine.begin() as connection:
-        connection.execute(
-            sa.text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision}
-        )
+        for statement in statements:
+            connection.exec_driver_sql(statement)
     engine.dispose()
+
+
+def stamp(url: str, revision: str) -> None:
+    execute(url, f"UPDATE alembic_version SET version_num = '{revision}'")
 
 
 def test_an_upgrade_keeps_every_row_and_fences_the_daemon_that_runs(
@@ -179,6 +184,28 @@ def test_a_view_that_was_changed_with_its_revision_is_found_when_a_daemon_starts
     remove_changes(url, tmp_path, monkeypatch, (("begun_at, ended_at, worker", "begun_at, ended_at"),))
     with pytest.raises(LedgerRefused, match="v_episodes has no column worker"):
         store.upgrade(url)
+
+
+def test_a_view_of_somebody_s_own_whose_table_is_gone_keeps_nobody_out(sqlite_url: str) -> None:
+    store.upgrade(sqlite_url)
+    execute(
+        sqlite_url, "CREATE TABLE mine (a)", "CREATE VIEW my_view AS SELECT a FROM mine", "DROP TABLE mine"
+    )
+    assert store.upgrade(sqlite_url) == (store.head(), store.head())
+    with witness(sqlite_url):
+        pass
+    assert check(sqlite_url) == []
+
+
+@pytest.mark.postgres
+def test_a_reader_who_has_a_schema_of_his_own_reads_the_ledger(postgres: sa.URL) -> None:
+    """ "$user" comes first in PostgreSQL's search path."""
+    url = new_database(postgres)
+    store.upgrade(url)
+    execute(url, f'CREATE SCHEMA AUTHORIZATION "{sa.make_url(url).username}"')
+    assert check(url) == []
+    with connected(url) as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM v_runs").scalar() == 0
 
 
 def remove_changes(

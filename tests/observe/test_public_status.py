@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -230,6 +231,29 @@ def test_it_is_written_when_it_changed_and_now_and_then_and_a_folder_that_is_ful
     with capture_logs() as told:
         asyncio.run(public_status.publish(tmp_path / "file", look, stop, check_s=0.001, write_s=0.0))
     assert {one["event"] for one in told} == {"public status not written; tried again"}
+
+
+def test_a_public_folder_that_hangs_does_not_keep_the_daemon_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hang(public_dir: Path, seen: PublicStatus) -> None:
+        begun.set()
+        released.wait(60.0)
+
+    monkeypatch.setattr(public_status, "write", hang)
+    monkeypatch.setattr(public_status, "LEAST_S", 0.05)
+
+    async def ended() -> bool:
+        task = asyncio.create_task(public_status.publish(tmp_path, lambda: SEEN, asyncio.Event()))
+        assert await asyncio.to_thread(begun.wait, 30.0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=20.0)
+        released.set()
+        return bool(done)
+
+    assert asyncio.run(ended())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user: needs root")

@@ -425,9 +425,12 @@ def test_a_row_however_large_costs_a_refresh_and_a_detail_a_bounded_memory(tmp_p
     assert "decision" in "".join(line.plain for line in details[0])
 
 
-@pytest.mark.parametrize("evil", [True, False])
-def test_a_sample_s_text_is_made_elsewhere_and_cut(tmp_path: Path, evil: bool) -> None:
-    """The tokenizer is its run's: it ends the process that reads it, and this one stays."""
+@pytest.mark.parametrize(("evil", "most_tokens"), [(True, 32_000), (False, 32_000), (False, 100)])
+def test_a_sample_s_text_is_made_elsewhere_and_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evil: bool, most_tokens: int
+) -> None:
+    """The tokenizer is its run's: it ends the process that reads it, and this one stays. A short text of many tokens is cut, too."""
+    monkeypatch.setattr("scavenger.top.feed._MOST_TOKENS", most_tokens)
     path = tokenizer(tmp_path, 120_000)
     if evil:
         panic(path)

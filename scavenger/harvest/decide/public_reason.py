@@ -29,7 +29,7 @@ NAMELESS = frozenset(
 WORDS: Mapping[HarvestCode, str] = {
     HarvestCode.NO_RUN: "no run is open",
     HarvestCode.NO_DEMAND: "no open run wants an engine",
-    HarvestCode.NOT_ENCRYPTED: "no run encrypts its weights, which an engine on this cluster needs",
+    HarvestCode.NOT_ENCRYPTED: "no run that wants an engine encrypts its weights, which one on this cluster needs",
     HarvestCode.SERVED: "every wanted engine runs",
     HarvestCode.OWN_PENDING: "jobs of the daemon's wait to take what is idle",
     HarvestCode.BACKOFF: "submits nothing for a while, as something failed or was refused",
