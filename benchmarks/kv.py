@@ -83,7 +83,7 @@ class Sides:
 
     def __init__(self, engines: list[Any], spec: EngineSpec) -> None:
         self.engines = engines
-        self.told: list[KvLoaded] = []
+        self.loaded: list[KvLoaded] = []
         self.movers = [
             KvMover(
                 engine,
@@ -91,7 +91,7 @@ class Sides:
                 "run",
                 keys.generate(),
                 "127.0.0.1",
-                report=self.told.append,
+                report=self.loaded.append,
                 taken=lambda _event: None,
                 on_fault=lambda fault: sys.exit(str(fault)),
                 clock=time.monotonic,
@@ -123,7 +123,7 @@ class Sides:
             left = replace(left, kv=KvSource(holder.source, handle, tokens - 1, WITHIN_S))
             assert reader.begins(left)
             found = await reader.fetched(left)
-            assert found is not None, self.told[-1].fault
+            assert found is not None, self.loaded[-1].fault
             assert not reader.is_over(handle)
             await other.add_with_kv(left, found)
         else:
@@ -152,7 +152,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(
             {
                 "tokens": tokens,
-                "nbytes": sides.told[-1].nbytes,
+                "nbytes": sides.loaded[-1].nbytes,
                 "prefilled_s": statistics.median(without for without, _ in pairs[1:]),
                 "with_blocks_s": statistics.median(with_kv for _, with_kv in pairs[1:]),
                 "ratio": statistics.median(ratios),

@@ -77,7 +77,7 @@ from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
 from trainer.loop.run import Loop, RunStart
 from trainer.loop.sample_log import SampleLog, one_in
-from trainer.loop.step import TrainerRun
+from trainer.loop.trainer_run import TrainerRun
 from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu

@@ -31,8 +31,8 @@ def show_status(context: typer.Context, config_path: ConfigOption = DEFAULT_CONF
     source = getattr(context.get_parameter_source("config_path"), "name", "")
     public_dir = _public_dir(config_path, named=source != "DEFAULT")
     if public_dir is not None:
-        told = public_status.read(public_dir)
-        lines, gone = public_status.lines(public_dir, told, now), public_status.absent(told, now)
+        public = public_status.read(public_dir)
+        lines, gone = public_status.lines(public_dir, public, now), public_status.absent(public, now)
     else:
         seen = status.read(config.read_daemon(config_path).daemon.state_dir)
         runs = process_there(seen.host, seen.pid)

@@ -539,5 +539,5 @@ def test_an_agent_is_answered_by_the_run_that_is_named_and_by_no_run_that_is_not
         assert daemon.query(named) == [("r",), ("s",)], "each is generated once, by its own run"
         absent = live.post("/inference/v1/generate", BODY, **{"X-Scavenger-Policy": "t"})
         assert (absent.status_code, "'t'" in absent.text) == (400, True)
-        stranger = live.post("/inference/v1/generate", BODY, **{"X-Scavenger-Policy": "x"})
-        assert (stranger.status_code, "data.policies names: s, t" in stranger.text) == (403, True)
+        unnamed = live.post("/inference/v1/generate", BODY, **{"X-Scavenger-Policy": "x"})
+        assert (unnamed.status_code, "data.policies names: s, t" in unnamed.text) == (403, True)

@@ -26,7 +26,7 @@ from scavenger.protocol.worker.events import Delta, KeepKv, KvLoaded, Request
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
 from rollout.engines.registry import builder  # noqa: E402  needs torch
-from tests.rollout.test_engine_contract import finish  # noqa: E402
+from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
 
 TOKENS = 32
 CUT = 12
@@ -163,7 +163,7 @@ class Given:
         return Kv(self.tokens, memoryview(self.data))
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
-        raise NotImplementedError
+        raise AssertionError("this engine only gives blocks out")
 
 
 class Pair:
@@ -172,7 +172,7 @@ class Pair:
     def __init__(self, nbytes: int = 3 * CHUNK_NBYTES + 80) -> None:
         tokens = tuple(range(20))
         self.engine = Given(bytes(range(20)) * (nbytes // 20), tokens)
-        self.told: list[KvLoaded] = []
+        self.loaded: list[KvLoaded] = []
         self.left: list[int] = []
         self.holder, self.reader = self._mover("run"), self._mover("run")
         for one in (self.holder, self.reader):
@@ -185,7 +185,7 @@ class Pair:
             run,
             keys.generate(),
             "127.0.0.1",
-            report=self.told.append,
+            report=self.loaded.append,
             taken=lambda event: self.left.append(event.left),
             on_fault=lambda fault: pytest.fail(str(fault)),
             clock=asyncio.get_running_loop().time,
@@ -231,8 +231,13 @@ def test_blocks_cross_from_process_to_process_and_their_holder_lets_go() -> None
         await kept(pair)
         found = await pair.brought(pair.request())
         assert found == Kv(tuple(range(20)), memoryview(pair.engine.data))
-        (told,) = pair.told
-        assert (told.handle, told.tokens, told.nbytes, told.fault) == (1, 20, len(pair.engine.data), "")
+        (loaded,) = pair.loaded
+        assert (loaded.handle, loaded.tokens, loaded.nbytes, loaded.fault) == (
+            1,
+            20,
+            len(pair.engine.data),
+            "",
+        )
         await asyncio.sleep(0)
         assert pair.holder.shelf.nbytes() == 0
         assert pair.left == [0]
@@ -259,7 +264,7 @@ def test_blocks_that_are_late_are_not_waited_for() -> None:
         pair.engine.may_give.clear()
         keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
         assert await pair.brought(pair.request(within_s=0.05)) is None
-        assert "did not come within 0.050 s" in pair.told[0].fault
+        assert "did not come within 0.050 s" in pair.loaded[0].fault
         pair.engine.may_give.set()
         await keeping
 
@@ -309,7 +314,7 @@ def test_blocks_that_are_not_just_those_are_refused(what: str) -> None:
             pair.holder.close()
             request = pair.request(within_s=0.3)
         assert await pair.brought(request) is None
-        assert reasons[what] in pair.told[0].fault
+        assert reasons[what] in pair.loaded[0].fault
 
     played(scene)
 
@@ -324,7 +329,7 @@ def test_a_lease_that_ends_while_its_blocks_are_on_their_way_begins_nothing() ->
         pair.reader.forget([1])
         assert await bringing is None
         assert pair.reader.is_over(1)
-        assert pair.told == []
+        assert pair.loaded == []
         pair.engine.may_give.set()
         await keeping
 

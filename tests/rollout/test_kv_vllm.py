@@ -21,9 +21,9 @@ from scavenger.protocol.worker.events import Request
 pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
 from rollout.engines.vllm import worker  # noqa: E402  needs torch
-from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402
-from tests.rollout.test_engine_contract import finish  # noqa: E402
-from tests.rollout.test_kv import first, rest  # noqa: E402
+from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402  needs torch
+from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
+from tests.rollout.test_kv import first, rest  # noqa: E402  needs torch
 
 PROMPT = tuple(1 + place * 7 % 27 for place in range(70))
 TOKENS, CUT = 24, 14  # 83 tokens have entries by then: two blocks of 32

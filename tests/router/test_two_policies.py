@@ -24,7 +24,7 @@ from scavenger.router.core.events import PeerIdentity, TrainerCalled
 from scavenger.router.core.state import Delivery
 from scavenger.router.core.transitions import DeliveryStep, IllegalTransition
 from tests.router.memory_ledger import StoredLedger
-from tests.router.two_policies import GATEWAY, OTHER, TwoRuns, ask, open_body, opened, played
+from tests.router.two_policies import GATEWAY, OTHER, TwoRuns, ask, begun, open_body, opened, played
 
 
 def states(bench: TwoRuns) -> list[str]:
@@ -35,7 +35,7 @@ def test_a_turn_is_generated_by_the_run_that_answers_for_its_agent() -> None:
     bench = opened()
     played(bench, "e")
     by_run = {run: bench.ledger.turns[turn].run_id for run, turn in _turns(bench).items()}
-    names = {made["created"].run_id: made["created"].name for made in bench.ledger.runs.values()}  # type: ignore[attr-defined]
+    names = {made["created"].run_id: made["created"].name for made in bench.ledger.runs.values()}  # type: ignore[attr-defined]  # its rows are records of many kinds
     assert {run: names[run_id] for run, run_id in by_run.items()} == {"": "r", "s": "s"}
 
 
@@ -49,10 +49,10 @@ def test_a_turn_of_a_policy_that_is_not_this_owner_s_or_not_there_is_refused_by_
     reply = bench.of("r", ask("e", "nobody"), GATEWAY)
     assert isinstance(reply, Denied)
     assert "'nobody'" in reply.reason
-    stranger = PeerIdentity("owner", "another key")
+    other_owner = PeerIdentity("owner", "another key")
     body = msgspec.structs.replace(open_body("r"), run="t", policies=("s",))
     bench.call_id += 1
-    bench.handle(TrainerCalled(7, stranger, Call(bench.call_id, "t", 0, body)))
+    bench.handle(TrainerCalled(7, other_owner, Call(bench.call_id, "t", 0, body)))
     denied = bench.answer(bench.call_id, 7)
     assert isinstance(denied, Denied)
     assert (denied.code, "'s'" in denied.reason) == ("not-owner", True)
@@ -138,7 +138,7 @@ def test_a_restart_of_the_daemon_delivers_the_same(stored: bool, tmp_path: Path)
     bench = TwoRuns()
     if stored:
         bench.ledger = StoredLedger(f"sqlite:///{tmp_path}/ledger.db")
-    bench = _open(bench)
+    bench = begun(bench)
     played(bench, "e", "f")
     bench.deliver(bench.share("e"), prompt=0)
     bench.deliver(bench.share("f"), prompt=1)
@@ -153,16 +153,6 @@ def test_a_restart_of_the_daemon_delivers_the_same(stored: bool, tmp_path: Path)
     bench.attach_again("r")
     assert bench.deliver(bench.share("e")) == Ok()
     assert states(bench) == ["consumed", "due"]
-
-
-def _open(bench: TwoRuns) -> TwoRuns:
-    bench.begin("s")
-    bench.announce("s", 0)
-    bench.begin("r")
-    bench.announce("r", 0)
-    bench.engine(11, "r")
-    bench.engine(12, "s")
-    return bench
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -272,12 +262,12 @@ def test_a_run_of_another_owner_that_took_the_name_tells_nothing() -> None:
     bench = TwoRuns()
     bench.begin("s")
     bench.announce("s", 0)
-    stranger = PeerIdentity("owner", "another key")
+    other_owner = PeerIdentity("owner", "another key")
     theirs = msgspec.structs.replace(open_body("r"), policies=())
-    bench.of("r", theirs, conn=7, who=stranger)
+    bench.of("r", theirs, conn=7, who=other_owner)
     bench.attempts["r"] = 1
     bench.want()
-    bench.of("r", CloseRun("finished"), conn=7, who=stranger)
+    bench.of("r", CloseRun("finished"), conn=7, who=other_owner)
     assert bench.router.core.runs["r"].ended
     assert bench.take(OTHER, EpisodesOver) == []
 

@@ -119,7 +119,7 @@ class TwoRuns(Bench):
             "loaded_version": -1,
             "held": (),
         }
-        self.handle(HelloReceived(conn, who, WorkerHello(**(said | how))))  # type: ignore[arg-type]
+        self.handle(HelloReceived(conn, who, WorkerHello(**(said | how))))  # type: ignore[arg-type]  # fields by name, of mixed types
 
     def generate(self, *conns: int) -> None:
         """Engines generate all that they were given."""
@@ -172,7 +172,11 @@ class TwoRuns(Bench):
 
 def opened(**how: int) -> TwoRuns:
     """Both runs are open, with weights and an engine each (11 of `r`, 12 of `s`)."""
-    bench = TwoRuns()
+    return begun(TwoRuns(), **how)
+
+
+def begun(bench: TwoRuns, **how: int) -> TwoRuns:
+    """As `opened`, of runs that are made already."""
     bench.begin("s", **how)
     bench.announce("s", 0)
     bench.begin("r")

@@ -54,7 +54,7 @@ class DeliveredRun(PassingRun):
     def __init__(self, run: Daemon, version: str) -> None:
         super().__init__(run)
         self._version = version
-        self._next_group = self._next_row = 1
+        self._next_group = 1
         self._asked: list[_Asked] = []  # in the order of their steps
         self._here: dict[int, messages.DeliveredEpisode] = {}  # by delivery: not committed
         self._groups: dict[int, frozenset[int]] = {}  # filled groups -> their deliveries, likewise
@@ -165,24 +165,7 @@ class DeliveredRun(PassingRun):
     # ---------------------------------------------------------------- as scoring's episodes
 
     def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
-        one = self._here[sample.sample_id]
-        whole = sum(len(row.behaviour) // 4 for row in one.rows)
-        rows = []
-        for row in one.rows:
-            rows.append(
-                TrainRow(
-                    self._next_row,
-                    row.prompt,
-                    row.completion,
-                    row.behaviour,
-                    advantage,
-                    mask=row.mask,
-                    episode=sample.sample_id,
-                    others=whole - len(row.behaviour) // 4,
-                )
-            )
-            self._next_row += 1
-        return tuple(rows)
+        return self._rows_of(self._here[sample.sample_id].rows, sample.sample_id, advantage)
 
     def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
         return {}

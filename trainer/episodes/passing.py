@@ -1,4 +1,4 @@
-"""What a run whose samples are episodes says to the daemon as any other run does: all but groups and commits.
+"""What runs whose samples are episodes have in common: what they say to the daemon as any other run does, and the rows of an episode.
 
 Boundary: calls passed on unchanged.
 """
@@ -10,35 +10,17 @@ from typing import Protocol
 
 from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
+from trainer.data.batching import TrainRow
+from trainer.loop.trainer_run import TrainerRun
 
 
-class Daemon(Protocol):
-    """`scavenger.client.Run`."""
+class Daemon(TrainerRun, Protocol):
+    """`scavenger.client.Run`: what the loop asks of any run, and what episodes add."""
 
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def last_step(self) -> int: ...
-    @property
-    def next_version(self) -> int: ...
-    @property
-    def fleet(self) -> messages.Fleet: ...
-    @property
-    def reserved_order(self) -> int: ...
     @property
     def versions(self) -> tuple[tuple[int, int, bytes], ...]: ...
-    @property
-    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
-    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
-    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
-    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
-    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]: ...
     def deliver(
         self, policy: str, step: int, prompt_index: int, shares: Sequence[messages.EpisodeShare]
-    ) -> None: ...
-    def trained(
-        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
     ) -> None: ...
     def commit(
         self,
@@ -56,10 +38,19 @@ class Daemon(Protocol):
     def take_deliveries(self) -> list[messages.DeliveredGroup]: ...
     @property
     def episodes_over(self) -> str: ...
-    def checkpoint(
-        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
-    ) -> None: ...
-    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+class EpisodeRow(Protocol):
+    """One row to train of an episode: `messages.DeliveredRow` or `wire.Branch`."""
+
+    @property
+    def prompt(self) -> bytes: ...
+    @property
+    def completion(self) -> bytes: ...
+    @property
+    def mask(self) -> bytes: ...
+    @property
+    def behaviour(self) -> bytes: ...
 
 
 class PassingRun:
@@ -67,6 +58,25 @@ class PassingRun:
 
     def __init__(self, run: Daemon) -> None:
         self._run = run
+        self._next_row = 1
+
+    def _rows_of(self, parts: Sequence[EpisodeRow], episode: int, advantage: float) -> tuple[TrainRow, ...]:
+        """The rows of an episode, which share its advantage. Each knows how many tokens the others train: 4 bytes of logprobs each."""
+        first, self._next_row = self._next_row, self._next_row + len(parts)
+        whole = sum(len(part.behaviour) // 4 for part in parts)
+        return tuple(
+            TrainRow(
+                number,
+                part.prompt,
+                part.completion,
+                part.behaviour,
+                advantage,
+                mask=part.mask,
+                episode=episode,
+                others=whole - len(part.behaviour) // 4,
+            )
+            for number, part in enumerate(parts, first)
+        )
 
     @property
     def attempt(self) -> int:

@@ -168,7 +168,7 @@ class EpisodeRun(PassingRun):
         super().__init__(run)
         self._pool, self._gateway, self._settings, self._say = pool, gateway, settings, say
         self._roots = {version: root for _, version, root in run.versions}
-        self._next_group = self._next_episode = self._next_row = 1
+        self._next_group = self._next_episode = 1
         self._by_name: dict[str, _Episode] = {}  # under way
         self._episodes: dict[int, _Episode] = {}  # not committed
         self._done: list[messages.GroupDone] = []
@@ -317,23 +317,7 @@ class EpisodeRun(PassingRun):
     def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
         played = self._episodes[sample.sample_id].played
         assert played is not None
-        whole = sum(branch.trained for branch in played.branches)
-        rows = []
-        for branch in played.branches:
-            rows.append(
-                TrainRow(
-                    self._next_row,
-                    branch.prompt,
-                    branch.completion,
-                    branch.behaviour,
-                    advantage,
-                    mask=branch.mask,
-                    episode=sample.sample_id,
-                    others=whole - branch.trained,
-                )
-            )
-            self._next_row += 1
-        return tuple(rows)
+        return self._rows_of(played.branches, sample.sample_id, advantage)
 
     def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
         played = self._episodes[sample.sample_id].played

@@ -38,7 +38,8 @@ from trainer.loop.ending import Ending, EndRequested
 from trainer.loop.metrics import Judgement, alarm, summarise_evaluation
 from trainer.loop.monitor import Monitor
 from trainer.loop.ranks import Ranks
-from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper, TrainerRun
+from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper
+from trainer.loop.trainer_run import TrainerRun
 
 POLL_S = 0.1
 #: What stops a run before a step's first update: parameters are a whole step's then.

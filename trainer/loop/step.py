@@ -4,6 +4,8 @@ Owns the step's groups between arrival and commit. Micro-steps run in the order 
 depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
 (proximal), which are computed as their groups come, and are trained when the last has come. Algorithms whose advantages need the
 whole batch ("barrier") do not stream: everything is trained when the last group has come.
+
+Boundary: one step; checkpoints, evaluations and the run's end are `trainer/loop/run.py`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from scavenger.config import RunConfig
 from scavenger.errors import EngineError, StaleSamples, WireError
 from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
-from scavenger.weights.manifest import Manifest
 from trainer.algorithms import agreement, differences
 from trainer.algorithms.rows import DenominatorShare, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
@@ -42,6 +43,7 @@ from trainer.data.replay import KeptGroup
 from trainer.engine_control import Engines
 from trainer.loop.metrics import Capacity, Seconds, TokenSources, summarise
 from trainer.loop.ranks import Ranks
+from trainer.loop.trainer_run import TrainerRun
 from trainer.model.learner import RowStats, learning_rate
 
 POLL_S = 0.1
@@ -89,52 +91,6 @@ class Inbox:
         for group in mine:
             del self._expected[group.group_id]
         return mine
-
-
-class TrainerRun(Protocol):
-    """`scavenger.client.Run`, or the single-process stand-in."""
-
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def last_step(self) -> int: ...
-    @property
-    def next_version(self) -> int: ...
-    @property
-    def fleet(self) -> messages.Fleet: ...
-    @property
-    def pass_rates(self) -> tuple[tuple[int, int, int, int], ...]: ...
-    @property
-    def reserved_order(self) -> int: ...
-    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
-    def submit(
-        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
-    ) -> tuple[int, ...]: ...
-    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
-    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
-    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
-    def trained(
-        self, step: int, groups: int, tokens: int, seconds: float, scored: int = -1, reward_s: float = 0.0
-    ) -> None: ...
-    def report_agreement(
-        self, step: int, spans: Sequence[messages.SpanSums]
-    ) -> tuple[messages.Suspect, ...]: ...
-    def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]: ...
-    def commit(
-        self,
-        step: int,
-        version: int,
-        outcomes: Sequence[messages.SampleOutcome],
-        metrics: dict[str, float],
-        purpose: str = "train",
-        *,
-        decisions: Sequence[messages.DataDecision] = (),
-        differences: Sequence[messages.TokenDifferences] = (),
-    ) -> None: ...
-    def checkpoint(
-        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
-    ) -> None: ...
-    def close_run(self, state: str, reason: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

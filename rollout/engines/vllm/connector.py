@@ -37,7 +37,7 @@ class KvLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not looked 
     requests: list[KvToLoad] = field(default_factory=list)
 
 
-class KvMover(KVConnectorBase_V1):  # type: ignore[misc]
+class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked into
     """Both halves, as vLLM wants it: it makes one in its scheduler and one in its worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

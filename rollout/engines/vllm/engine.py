@@ -393,7 +393,7 @@ class VllmEngine:
             os.ftruncate(fd, kv.data.nbytes)
             setup.write_at(fd, kv.data, 0)
             await self._begin(request, {"path": f"/proc/{os.getpid()}/fd/{fd}", "tokens": len(kv.tokens)})
-        except BaseException:
+        except BaseException:  # a cancelled call too: no request has the descriptor, and none would close it
             os.close(fd)
             raise
         self._brought[request.handle] = fd

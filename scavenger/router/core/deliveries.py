@@ -258,7 +258,7 @@ def want(core: Core, run: ActiveRun, body: WantDeliveries) -> ReplyBody:
     if not run.settings.episodes_of:
         return Denied("invalid", f"run {run.name!r} takes no other run's episodes", "set data.episodes_of")
     run.deliveries.wanted, run.deliveries.held = body, set(body.have)
-    run.deliveries.over_told = False
+    run.deliveries.over_sent = False
     send(core, run)
     return Ok()
 
@@ -271,14 +271,14 @@ def send(core: Core, run: ActiveRun) -> None:
     mine = run.deliveries
     if mine.wanted is None or run.trainer.conn is None:
         return
-    room = mine.wanted.count if mine.wanted.step > run.progress.last_committed else 0
+    most = mine.wanted.count if mine.wanted.step > run.progress.last_committed else 0
     for group, some in mine.due().items():
         if group in mine.held:
             continue
         oldest = min(one.version for one in some)
         if why := staleness.fault(run, mine.wanted.step, oldest):
             _end(core, run, some, DeliveryStep.EXPIRE, why)
-        elif len(mine.held) < room:
+        elif len(mine.held) < most:
             mine.held.add(group)
             core.send_durable(run.trainer.conn, _message(group, some))
     tell_over(core, run)
@@ -288,8 +288,8 @@ def tell_over(core: Core, run: ActiveRun) -> None:
     """The run that plays has ended: tell the trainer, once, when it has all that is due or does not want it."""
     mine, source = run.deliveries, core.runs.get(run.settings.episodes_of)
     if source is not None and source.owner_key != run.owner_key:
-        return  # of another owner, who took the name: nothing of it is told
-    if mine.wanted is None or mine.over_told or run.trainer.conn is None:
+        return  # of another owner, who took the name: nothing of it is said
+    if mine.wanted is None or mine.over_sent or run.trainer.conn is None:
         return
     if (
         source is None
@@ -297,7 +297,7 @@ def tell_over(core: Core, run: ActiveRun) -> None:
         or (mine.due().keys() - mine.held and len(mine.held) < mine.wanted.count)
     ):
         return
-    mine.over_told = True
+    mine.over_sent = True
     why = f"run {source.name!r}, which plays the episodes, has ended"
     core.send_durable(run.trainer.conn, EpisodesOver(source.name, why))
 
@@ -373,7 +373,7 @@ def checkpointed(run: ActiveRun, kept: tuple[int, ...]) -> None:
 def resumed(core: Core, run: ActiveRun, resume_step: int) -> None:
     """A new attempt begins: what later steps took is due again, and its trainer has nothing yet."""
     mine = run.deliveries
-    mine.wanted, mine.held, mine.over_told = None, set(), False
+    mine.wanted, mine.held, mine.over_sent = None, set(), False
     for one in mine.by_id.values():
         if one.status is DeliveryStatus.TAKEN and one.ended_step > resume_step:
             one.transition(DeliveryStep.REOPEN)

@@ -495,13 +495,13 @@ class Delivery:
 @dataclass(slots=True)
 class RunDeliveries:
     """What is delivered to the run's trainer. `by_id`: due ones, and those that steps took which a resume may take back. `wanted`: what the
-    trainer asked for last; `held`: groups that it has. `over_told`: it knows that no further one comes.
+    trainer asked for last; `held`: groups that it has. `over_sent`: it knows that no further one comes.
     """
 
     by_id: dict[int, Delivery] = field(default_factory=dict)
     wanted: WantDeliveries | None = None
     held: set[int] = field(default_factory=set)
-    over_told: bool = False
+    over_sent: bool = False
 
     def due(self) -> dict[int, list[Delivery]]:
         """By group, the oldest first."""

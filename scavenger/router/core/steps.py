@@ -310,7 +310,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     for episode in body.episodes:
         turns.settle(core, run, body.step, episode)
     deliveries.settle(core, run, body)
-    figures = _figures(core, run, body)
+    metrics = _kept_metrics(core, run, body)
     core.record(
         rec.StepCommitted(
             run.id,
@@ -318,7 +318,7 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             body.purpose,
             run.attempt,
             body.version,
-            msgspec.json.encode(figures).decode(),
+            msgspec.json.encode(metrics).decode(),
             core.now,
         )
     )
@@ -375,7 +375,7 @@ def _end(core: Core, run: ActiveRun, body: CommitStep, sample: Sample, outcome: 
     )
 
 
-def _figures(core: Core, run: ActiveRun, body: CommitStep) -> dict[str, float]:
+def _kept_metrics(core: Core, run: ActiveRun, body: CommitStep) -> dict[str, float]:
     """The step's metrics as the ledger keeps them; an event says of how many it keeps none, since a step does not fail for a figure."""
     kept = redaction.metrics(body.metrics)
     if left := sum(map(math.isfinite, body.metrics.values())) - len(kept):
