@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.read.reader import QueryResult, rows
+from scavenger.ledger.read.reader import QueryResult, reading, rows
 from scavenger.ledger.store import MAINTENANCE_S, altered, contradiction, open_readonly
 from scavenger.printable import amount, printable
 
@@ -84,7 +84,7 @@ def _check_revision(engine: sa.Engine) -> list[str]:
     (current,) = rows(engine, "SELECT max(version_num) FROM alembic_version").rows[0]
     found = contradiction(current or "")
     if found is None:
-        with engine.connect() as connection:
+        with reading(engine) as connection:
             found = altered(connection, current or "")
     return [f"{found.cause}: {found.remedy}"] if found else []
 

@@ -326,12 +326,18 @@ def test_one_that_is_silent_is_lost_and_may_join_again(tmp_path: Path) -> None:
         until(one, lambda: one.joined == ["cn01 job 17"])
 
 
-def test_one_waits_for_the_next_training_job_and_ends_when_none_comes(tmp_path: Path) -> None:
-    with pool_with_jobs(tmp_path) as one, a_job(tmp_path, wait_s=3.0) as job:
+def test_one_waits_for_the_next_training_job(tmp_path: Path) -> None:
+    with pool_with_jobs(tmp_path) as one, a_job(tmp_path):
         until(one, lambda: bool(one.joined))
         one.close()
         with pool_with_jobs(tmp_path) as following:
             until(following, lambda: bool(following.joined))
+
+
+def test_one_ends_when_no_next_training_job_comes(tmp_path: Path) -> None:
+    with pool_with_jobs(tmp_path) as one, a_job(tmp_path, wait_s=1.0) as job:
+        until(one, lambda: bool(one.joined))
+        one.close()
         assert job.wait(20) == 69
 
 
