@@ -92,6 +92,14 @@ def test_a_question_in_plain_words_finds_the_section_that_answers_it(
         ("how to limit off-policy staleness", "staleness.html#asynchronous"),
         ("how do I install it offline", "install.html#without-internet"),
         ("how can I change the learning rate in the middle of a run?", "checkpoints.html#go-back"),
+        ("harvest.gpu_type", "config.html#harvest"),
+        ("compared with TRL verl reward curve", "questions.html#are-its-results"),
+        ("GPU types GRES A100 L40S", "questions.html#one-run-on-mixed"),
+        ("untrusted code reward", "questions.html#my-reward-runs-generated"),
+        ("stray processes on a node", "questions.html#what-stays-on-a-node"),
+        ("login node memory cpu", "questions.html#is-it-safe-on-a-login-node"),
+        ("file permissions of keys", "questions.html#which-files-are-secret"),
+        ("no workers started why", "questions.html#my-run-waits"),
     ):
         page.keyboard.press("Control+A")
         page.keyboard.type(words)

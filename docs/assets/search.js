@@ -17,7 +17,9 @@
     const kept = words.filter(word => !SMALL.has(word))
     if (kept.length === 0) return text
     const unfinished = /\S$/.test(text) && kept.at(-1) === words.at(-1) ? [kept.at(-1)] : []
-    return [...kept.map(word => `${word}^1`), ...unfinished].join(" ")
+    // A key is written whole on most pages (harvest.gpu_type), and under its section's heading in the reference (gpu_type).
+    const keys = kept.filter(word => /^[a-z_]+\.[a-z_]+$/.test(word)).map(word => word.split(".")[1])
+    return [...[...kept, ...keys].map(word => `${word}^1`), ...unfinished].join(" ")
   }
 
   const { postMessage } = Worker.prototype
