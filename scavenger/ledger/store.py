@@ -271,9 +271,7 @@ def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:
     try:
         return sa.create_engine(url, connect_args=settings, poolclass=NullPool)
     except ModuleNotFoundError as error:
-        raise LedgerRefused(
-            f"PostgreSQL needs {error.name}", "pip install '.[postgres]' in a clone of Scavenger"
-        ) from error
+        raise LedgerRefused(f"PostgreSQL needs {error.name}", "pip install 'scavenger[postgres]'") from error
 
 
 # ---------------------------------------------------------------- revisions
