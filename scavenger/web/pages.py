@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
+from scavenger.ledger.read import typed
 from scavenger.ledger.read.contents import prompts as contents_of_prompts
 from scavenger.ledger.read.contents import recorded
 from scavenger.printable import indented
@@ -435,7 +436,9 @@ def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int
     """Token ids of each of them in order, each cut at the bound of a text, until `most` in all."""
     sql = filled_list(questions.CHUNKS, "samples", sample_ids)
     packed: dict[int, bytes] = dict.fromkeys(sample_ids, b"")
-    for sample_id, some in connection.exec_driver_sql(sql):
+    for row in connection.exec_driver_sql(sql).mappings():
+        typed.require(row, packed=True)
+        sample_id, some = row["sample_id"], row["tokens"]
         packed[sample_id] = (packed[sample_id] + bytes(some))[: 4 * _MOST_TEXT]
     out: dict[int, list[int]] = {}
     for sample_id, some in packed.items():

@@ -336,6 +336,39 @@ def test_a_ledger_that_is_locked_is_said_and_read_again(tmp_path: Path) -> None:
     assert client.get("/").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "table", "column", "value"),
+    [
+        ("/", "runs", "created_at", "'yesterday'"),
+        ("/runs/1", "steps", "committed_at", "x'00'"),
+        ("/runs/1", "runs", "name", "x'ff'"),
+        ("/runs/1/steps/1", "samples", "reward", "'much'"),
+        ("/runs/1/steps/1", "samples", "accepted_len", "'long'"),
+        ("/samples/11", "leases", "granted_at", "'then'"),
+        ("/samples/11", "chunks", "tokens", "'packed'"),
+        ("/groups/10", "chunks", "logprobs", str(2**60)),
+        ("/groups/10", "groups", "prompt", "7"),
+        ("/runs/1/search?q=w", "chunks", "tokens", "7"),
+        ("/decisions", "decisions", "at", "'now'"),
+        ("/decisions/1", "decisions", "inputs", "x'ff'"),
+    ],
+)
+def test_a_value_of_another_type_than_its_column_is_named(
+    tmp_path: Path, path: str, table: str, column: str, value: str
+) -> None:
+    """SQLite keeps any value in any column; a page of such a row is not shown, and every other one is."""
+    url = ledger(tmp_path)
+    client = TestClient(web.make_app(url, TOKEN, interval_s=0.0), headers=BEARER)
+    assert client.get(path).status_code == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "ledger.sqlite3")) as writer, writer:
+        writer.execute(f"UPDATE {table} SET {column} = {value}")
+    reply = client.get(path)
+    # A prompt that cannot be read is said in its place.
+    assert reply.status_code == (200 if column == "prompt" else 503)
+    assert f"in a column {column}, which is of" in reply.text
+    assert client.get("/harm").status_code == 200
+
+
 def test_twenty_viewers_cost_one_set_of_queries(tmp_path: Path) -> None:
     now = [0.0]
     site = web.Site(ledger(tmp_path), 5.0, lambda: now[0])
