@@ -19,7 +19,7 @@ _REMEDY = "another program wrote it: restore the last backup, or put a value of 
 _NUMBERS = ("_at", "_id", "_len")
 
 
-def require(row: Mapping[str, Any], *, packed: bool = False) -> None:
+def require(row: Mapping[str, Any] | sa.RowMapping, *, packed: bool = False) -> None:
     """Raises `LedgerError`, naming the column, where a number's or a text's column holds something else. `packed`: also where one of packed
     arrays does; without it such a name may be of a sum (as `tokens`)."""
     kinds = _kinds()
