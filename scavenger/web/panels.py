@@ -110,7 +110,7 @@ def cell_of(name: str, value: object, href: str = "") -> Cell:
 
 def ask(connection: sa.Connection, sql: str) -> list[Row]:
     """The rows of a statement whose numbers are filled in. Raises `LedgerError` where a value is of another type than its column."""
-    found = [dict(row) for row in connection.exec_driver_sql(sql).mappings()]
+    found: list[Row] = [dict(row) for row in connection.exec_driver_sql(sql).mappings()]
     for row in found:
         typed.require(row)
     return found
