@@ -188,7 +188,7 @@ def init(
         if not (folder / "run.toml").is_file():
             raise ConfigError(
                 f"{folder} holds no run.toml",
-                f"`scavenger init {directory} --model PATH --data PATH` writes one",
+                f"`scavenger init {directory} --model PATH --data PATH` writes one; without a model, --tiny in its place",
             )
         # The check runs in the run's folder.
         laid_over = [Path.cwd() / path for path in over or ()], sets or []
