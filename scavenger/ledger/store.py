@@ -368,7 +368,13 @@ def _require_known(current: str) -> None:
 
 def head() -> str:
     """The newest revision that this version of the code knows."""
-    return ScriptDirectory.from_config(_alembic(None)).get_current_head() or ""
+    return _head_of(_migrations())
+
+
+# A running program's files do not change, and each page of `scavenger web` asks.
+@functools.lru_cache(maxsize=4)
+def _head_of(migrations: Path) -> str:
+    return ScriptDirectory.from_config(_alembic(None, migrations)).get_current_head() or ""
 
 
 def require_head(connection: sa.Connection) -> None:
