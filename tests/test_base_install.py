@@ -96,3 +96,15 @@ def test_its_commands_import_nothing_else(tmp_path: Path, word: str, options: li
 
 def _known(names: list[str], known: set[str]) -> bool:
     return any(re.sub(r"[-_.]+", "-", name).lower() in known for name in names)
+
+
+def test_what_an_error_says_to_install_is_an_extra_of_ours_and_needs_no_clone() -> None:
+    """An environment made of a wheel has no clone beside it; in both `scavenger[EXTRA]` adds to what is installed."""
+    extras = set(metadata.metadata("scavenger").get_all("Provides-Extra") or ())
+    named = set[str]()
+    for part in ("scavenger", "trainer", "rollout"):
+        for path in (ROOT / part).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            named |= set(re.findall(r"pip install \W*scavenger\[(\w+)\]", text))
+            assert not re.search(r"pip install \W*\.\[", text), f"{path}: of a clone alone"
+    assert {"lora", "parquet", "web"} <= named <= extras

@@ -265,6 +265,18 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     )
 
 
+def test_a_missing_file_is_named_as_its_command_takes_it(tmp_path: Path) -> None:
+    """A run's is an argument; `--config` of `scavenger samples` is the daemon's file."""
+    with pytest.raises(ConfigError) as caught:
+        read_run(tmp_path)
+    assert "Is a directory" in caught.value.cause
+    assert "FOLDER/run.toml" in caught.value.remedy
+    assert "--config" not in caught.value.remedy
+    with pytest.raises(ConfigError) as caught:
+        read_daemon(tmp_path / "scavenger.toml")
+    assert "--config" in caught.value.remedy
+
+
 @pytest.mark.parametrize("read", [read_daemon, read_run])
 def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path, read: object) -> None:
     path = tmp_path / "some.toml"

@@ -70,7 +70,10 @@ def test_of_a_daemon_that_did_not_start_it_is_said_what_was_waited_for(
     (tmp_path / "mute_daemon.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(site, "START_S", start_s)
-    place = site.DemoSite(site.SiteOptions("local", tmp_path / "site", daemon_module="mute_daemon"))
+    told = list[str]()
+    place = site.DemoSite(
+        site.SiteOptions("local", tmp_path / "site", daemon_module="mute_daemon"), told.append
+    )
     place.dir.mkdir()
     try:
         with pytest.raises(ScavengerError) as caught:
@@ -80,6 +83,7 @@ def test_of_a_daemon_that_did_not_start_it_is_said_what_was_waited_for(
     assert re.search(cause, caught.value.cause), caught.value.cause
     assert str(place.state_dir / "rendezvous.json") in caught.value.cause
     assert str(place.dir / "daemon.log") in caught.value.remedy
+    assert told[0] == "the cluster is up; the daemon has been starting for 0 s"
 
 
 def test_of_a_local_cluster_that_did_not_start_it_is_said_how_it_ended(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trainer.reserved import die_with_parent
 
 #: A daemon that ended so is not started again: its configuration cannot be used, or another one has the ledger.
 FINAL = {2: "its configuration cannot be used", 4: "another daemon has this ledger or state directory"}
-START_S = 120.0
+START_S = 300.0  # its Python alone took 95 s on a busy machine
 #: It cancels its harvested jobs and commits what it has.
 STOP_S = 45.0
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0

@@ -172,7 +172,7 @@ def mpirun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:
     if found is None:
         raise ConfigError(
             "no mpirun on PATH",
-            "install the MPI that mpi4py was built for (openmpi-bin), or `pip install .[mpi]`",
+            "install the MPI that mpi4py was built for (openmpi-bin), or `pip install 'scavenger[mpi]'`",
         )
     return [found, "-n", str(made.ranks), *argv]
 

@@ -64,7 +64,7 @@ def _math_verify() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             f"{sys.executable} has no math-verify",
-            'pip install ".[math]" in a clone of Scavenger, by whoever installed that Python; or trainer.verifiers:exact',
+            "pip install 'scavenger[math]', by whoever installed that Python; or trainer.verifiers:exact",
         ) from error
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

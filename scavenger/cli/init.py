@@ -188,7 +188,7 @@ def init(
         if not (folder / "run.toml").is_file():
             raise ConfigError(
                 f"{folder} holds no run.toml",
-                f"`scavenger init {directory} --model PATH --data PATH` writes one",
+                f"`scavenger init {directory} --model PATH --data PATH` writes one; without a model, --tiny in its place",
             )
         # The check runs in the run's folder.
         laid_over = [Path.cwd() / path for path in over or ()], sets or []
@@ -314,7 +314,7 @@ def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
     if missing := packages.lacking():
         raise ConfigError(
             f"this Python ({sys.executable}) has no {' and no '.join(missing)}",
-            "use the environment of the site that trains (docs/install.md), or make one: pip install '.[trainer]' in a clone",
+            f"use the environment of the site that trains, or make one: {packages.INSTALL}",
         )
     at_hand = Path(
         os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG

@@ -140,7 +140,9 @@ def laid_over(
 
     Raises `ConfigError` for what cannot be read.
     """
-    return layers.lay(model, [(one, layers.read(one)) for one in layers.files_of(path, over)], sets)
+    of_run = issubclass(model, RunConfig)
+    found = [(one, layers.read(one, of_run=of_run)) for one in layers.files_of(path, over)]
+    return layers.lay(model, found, sets)
 
 
 def read_daemon(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()) -> DaemonConfig:

@@ -67,11 +67,14 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def read(path: Path) -> Document:
-    """One file. Raises `ConfigError`."""
+def read(path: Path, *, of_run: bool = False) -> Document:
+    """One file. `of_run`: a run's, which is named by an argument. Raises `ConfigError`."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
+        if of_run:
+            remedy = "name the run's file, as FOLDER/run.toml; `scavenger init FOLDER` with --model or --tiny writes one"
+            raise ConfigError(f"{path}: {error.strerror}", remedy) from error
         remedy = "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
         if path.name == "scavenger.toml":  # who joined a site is not to make another one
             remedy += (

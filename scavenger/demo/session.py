@@ -153,7 +153,8 @@ def run_demo(
     with DemoSite(
         SiteOptions(
             backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy}
-        )
+        ),
+        lambda phase: screen.show(None, phase),
     ) as site:
         model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))

@@ -11,6 +11,10 @@ import sys
 from scavenger.errors import ConfigError
 
 TRAINS = ("torch", "transformers")
+#: What makes an environment that has them.
+INSTALL = (
+    "pip install -c constraints.txt 'WHEEL[trainer,math]', of a clone '.[trainer,math]' (docs/install.md)"
+)
 
 
 def lacking() -> list[str]:
@@ -22,6 +26,5 @@ def require_training(what: str) -> None:
     """Raises `ConfigError` where one is missing. `what`: trains, such as "the demo trains a model"."""
     if missing := lacking():
         raise ConfigError(
-            f"{what}, and this Python ({sys.executable}) has no {' and no '.join(missing)}",
-            "pip install -c constraints.txt 'WHEEL[trainer,math]', of a clone '.[trainer,math]' (docs/install.md)",
+            f"{what}, and this Python ({sys.executable}) has no {' and no '.join(missing)}", INSTALL
         )

@@ -271,9 +271,7 @@ def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:
     try:
         return sa.create_engine(url, connect_args=settings, poolclass=NullPool)
     except ModuleNotFoundError as error:
-        raise LedgerRefused(
-            f"PostgreSQL needs {error.name}", "pip install '.[postgres]' in a clone of Scavenger"
-        ) from error
+        raise LedgerRefused(f"PostgreSQL needs {error.name}", "pip install 'scavenger[postgres]'") from error
 
 
 # ---------------------------------------------------------------- revisions
@@ -370,7 +368,13 @@ def _require_known(current: str) -> None:
 
 def head() -> str:
     """The newest revision that this version of the code knows."""
-    return ScriptDirectory.from_config(_alembic(None)).get_current_head() or ""
+    return _head_of(_migrations())
+
+
+# A running program's files do not change, and each page of `scavenger web` asks.
+@functools.lru_cache(maxsize=4)
+def _head_of(migrations: Path) -> str:
+    return ScriptDirectory.from_config(_alembic(None, migrations)).get_current_head() or ""
 
 
 def require_head(connection: sa.Connection) -> None:

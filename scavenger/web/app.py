@@ -22,12 +22,13 @@ import shlex
 import socket
 import stat
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import sqlalchemy as sa
@@ -64,6 +65,8 @@ HEADERS = {
 MOST_CACHED, MOST_VIEWERS = 64, 100
 #: Pages that are built at a time, each in a thread; of them those of a kind that may take long: a run's tokenizer is its owner's.
 MOST_BUILT, MOST_OF = 16, {"search": 2, "texts": 6}
+#: The same of one run: its tokenizer, however slow, leaves places to the texts of other runs.
+MOST_OF_A_RUN = {"search": 1, "texts": 2}
 #: A cookie's life, and how many there are at once: of older ones the token is asked again.
 SESSION_S, MOST_SESSIONS = 12 * 3600.0, 1_000
 #: Names of this host in an address.
@@ -71,6 +74,7 @@ LOOPBACK = frozenset({"", "localhost", "127.0.0.1", "[::1]"})
 #: Characters that a reader may search for.
 MOST_WANTED = 200
 _MOST_ID = 2**62
+_T = TypeVar("_T")
 
 
 def read_token(path: Path) -> str:
@@ -201,7 +205,8 @@ class Site:
     """Pages of one ledger, each read at most once between two changes. For one event loop; the ledger is read in threads.
 
     However many wait for a page, one thread builds it and the others wait without one. `MOST_BUILT` pages are built at a time, of a
-    kind that may take long `MOST_OF` of them: so searches, be they ever so many, leave threads to all other pages.
+    kind that may take long `MOST_OF` of them, and `MOST_OF_A_RUN` of one run: so searches, be they ever so many, leave threads to all
+    other pages, and a run whose tokenizer is slow keeps no other run's pages waiting.
     """
 
     def __init__(self, url: str, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -211,6 +216,8 @@ class Site:
         self._threads = ThreadPoolExecutor(MOST_BUILT, "page")
         self._any = asyncio.Semaphore(MOST_BUILT)
         self._of = {kind: asyncio.Semaphore(most) for kind, most in MOST_OF.items()}
+        # Of a kind and a run; who waits or builds there holds it.
+        self._of_run = weakref.WeakValueDictionary[tuple[str, int], asyncio.Semaphore]()
         self._forgotten = 0
         self._children = texts.Children()
         self.contents = pages.Contents(self._children)
@@ -219,15 +226,23 @@ class Site:
         self.changed = asyncio.Condition()
         self.closing = False
 
-    async def page(self, key: str, build: Callable[[sa.Connection], str], *, of: str = "") -> str:
-        """The HTML of a page. Raises `LedgerError`. `of`: its kind, where it may take seconds: it keeps none of another kind waiting."""
+    async def page(
+        self,
+        key: str,
+        build: Callable[[sa.Connection], str],
+        *,
+        of: str = "",
+        run_of: Callable[[sa.Connection], int] | None = None,
+    ) -> str:
+        """The HTML of a page. Raises `LedgerError`. `of`: its kind, where it may take seconds: it keeps none of another kind waiting, and
+        none of another run than its own (`run_of`)."""
         held = self._cache.get(key)
         if held is not None and self._clock() - held[0] < self.interval_s:
             return held[1]
         current = self._building.get(key)
         if current is None or current.reads_since not in (None, self._forgotten):
             current = self._building[key] = _Building(current)
-            current.task = asyncio.create_task(self._build(key, build, of, current))
+            current.task = asyncio.create_task(self._build(key, build, of, run_of, current))
             # Of a page that fails once all have gone asyncio would print what others wrote.
             current.task.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Whoever waits for it may go: once begun it is built to the end, for the others.
@@ -238,19 +253,22 @@ class Site:
         finally:
             current.waiting -= 1
 
-    async def _build(self, key: str, build: Callable[[sa.Connection], str], of: str, this: _Building) -> str:
-        def read() -> str:
-            with connected(self._url) as connection:
-                return build(connection)
-
+    async def _build(
+        self,
+        key: str,
+        build: Callable[[sa.Connection], str],
+        of: str,
+        run_of: Callable[[sa.Connection], int] | None,
+        this: _Building,
+    ) -> str:
         try:
             if this.before is not None and this.before.task is not None:
                 await asyncio.wait([this.before.task])  # one page takes one thread
-            async with self._of.get(of, contextlib.nullcontext()), self._any:
+            async with await self._places(of, run_of), self._any:
                 if not this.waiting:
                     return ""  # all who asked have gone: nobody gets it, and it is not kept
                 this.reads_since, began = self._forgotten, self._clock()
-                built = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+                built = await self._read(build)
             if this.reads_since == self._forgotten:  # else it may be of before the change
                 self._cache[key] = (began, built)
                 self._cache.move_to_end(key)
@@ -261,6 +279,29 @@ class Site:
             this.before = None
             if self._building.get(key) is this:
                 del self._building[key]
+
+    async def _places(
+        self, of: str, run_of: Callable[[sa.Connection], int] | None
+    ) -> contextlib.AsyncExitStack:
+        """A place among the pages of its kind, once there is one; first among those of its run, so that who waits there takes no other."""
+        async with contextlib.AsyncExitStack() as places:
+            if run_of is not None and of in MOST_OF_A_RUN:
+                async with self._any:
+                    run = await self._read(run_of)
+                own = self._of_run.setdefault((of, run), asyncio.Semaphore(MOST_OF_A_RUN[of]))
+                await places.enter_async_context(own)
+            if of in self._of:
+                await places.enter_async_context(self._of[of])
+            return places.pop_all()
+
+    async def _read(self, ask: Callable[[sa.Connection], _T]) -> _T:
+        """In a thread, by a connection of its own."""
+
+        def read() -> _T:
+            with connected(self._url) as connection:
+                return ask(connection)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     def pulse(self) -> tuple[Any, ...] | None:
         """Differs after each transaction of the writer; None where the ledger cannot be read."""
@@ -344,7 +385,11 @@ def make_app(
     prefix = root_path.rstrip("/")
 
     def show(
-        key: Callable[[Request], str], build: Callable[[Request, sa.Connection], Page], *, of: str = ""
+        key: Callable[[Request], str],
+        build: Callable[[Request, sa.Connection], Page],
+        *,
+        of: str = "",
+        run_of: Callable[[Request, sa.Connection], int] | None = None,
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             here = str(request.scope["path"]).removeprefix(prefix) or "/"
@@ -355,6 +400,7 @@ def make_app(
                         key(request),
                         lambda connection: render.served(build(request, connection), prefix, here),
                         of=of,
+                        run_of=functools.partial(run_of, request) if run_of else None,
                     ),
                 )
             except HungUp:
@@ -406,6 +452,9 @@ def make_app(
     def path_key(q: Request) -> str:
         return str(q.scope["path"])
 
+    def own(q: Request, c: sa.Connection) -> int:
+        return int(q.path_params["run"])
+
     routes = [
         Route("/", show(lambda q: "/", lambda q, c: pages.overview(c))),
         Route(
@@ -428,6 +477,7 @@ def make_app(
                     site.contents,
                 ),
                 of="texts",
+                run_of=own,
             ),
         ),
         Route(
@@ -443,6 +493,7 @@ def make_app(
                     site.contents,
                 ),
                 of="texts",
+                run_of=own,
             ),
         ),
         Route(
@@ -461,20 +512,34 @@ def make_app(
                 lambda q: f"search {q.path_params['run']} {wanted(q)}",
                 lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
                 of="search",
+                run_of=own,
             ),
         ),
         Route(
             "/groups/{group:id}",
-            show(path_key, lambda q, c: pages.group(c, site.contents, q.path_params["group"]), of="texts"),
+            show(
+                path_key,
+                lambda q, c: pages.group(c, site.contents, q.path_params["group"]),
+                of="texts",
+                run_of=lambda q, c: pages.run_of_group(c, q.path_params["group"]),
+            ),
         ),
         Route(
             "/samples/{sample:id}",
-            show(path_key, lambda q, c: pages.sample(c, site.contents, q.path_params["sample"]), of="texts"),
+            show(
+                path_key,
+                lambda q, c: pages.sample(c, site.contents, q.path_params["sample"]),
+                of="texts",
+                run_of=lambda q, c: pages.run_of_sample(c, q.path_params["sample"]),
+            ),
         ),
         Route(
             "/episodes/{episode:id}",
             show(
-                path_key, lambda q, c: pages.episode(c, site.contents, q.path_params["episode"]), of="texts"
+                path_key,
+                lambda q, c: pages.episode(c, site.contents, q.path_params["episode"]),
+                of="texts",
+                run_of=lambda q, c: pages.run_of_episode(c, q.path_params["episode"]),
             ),
         ),
         Route("/harm", show(path_key, lambda q, c: pages.harm(c))),

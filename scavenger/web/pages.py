@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
+from scavenger.ledger.read import typed
 from scavenger.ledger.read.contents import prompts as contents_of_prompts
 from scavenger.ledger.read.contents import recorded
 from scavenger.printable import indented
@@ -435,7 +436,9 @@ def _completions(connection: sa.Connection, sample_ids: Sequence[int], most: int
     """Token ids of each of them in order, each cut at the bound of a text, until `most` in all."""
     sql = filled_list(questions.CHUNKS, "samples", sample_ids)
     packed: dict[int, bytes] = dict.fromkeys(sample_ids, b"")
-    for sample_id, some in connection.exec_driver_sql(sql):
+    for row in connection.exec_driver_sql(sql).mappings():
+        typed.require(row, packed=True)
+        sample_id, some = row["sample_id"], row["tokens"]
         packed[sample_id] = (packed[sample_id] + bytes(some))[: 4 * _MOST_TEXT]
     out: dict[int, list[int]] = {}
     for sample_id, some in packed.items():
@@ -489,6 +492,25 @@ def _row_columns(connection: sa.Connection, group_id: int) -> tuple[Panel, ...]:
             texts=(Text("", "", "", clean(shown, _MOST_TEXT)),),
         ),
     )
+
+
+def run_of_group(connection: sa.Connection, group_id: int) -> int:
+    """The run whose samples these are. Raises `LedgerError` where there is no such group."""
+    asked = filled(questions.GROUP, group_id=group_id, most=1)
+    return int(row_of(connection, asked, f"group {group_id}")["run_id"])
+
+
+def run_of_sample(connection: sa.Connection, sample_id: int) -> int:
+    """Raises `LedgerError` where there is no such sample."""
+    asked = filled(questions.SAMPLE, sample_id=sample_id)
+    return int(row_of(connection, asked, f"sample {sample_id}")["run_id"])
+
+
+def run_of_episode(connection: sa.Connection, episode_id: int) -> int:
+    """The run that answered in its first turn. Raises `LedgerError` where it has no turns."""
+    asked = filled(questions.EPISODE, episode_id=episode_id, most=1)
+    first = row_of(connection, asked, f"turn of an episode {episode_id}")
+    return run_of_sample(connection, first["sample_id"])
 
 
 def group(connection: sa.Connection, contents: Contents, group_id: int) -> Page:
@@ -651,11 +673,8 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
 def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> Page:
     """An agent's episode turn by turn, with the calls of its tools. Raises `LedgerError` where it has no turns."""
     sql = filled(questions.EPISODE, episode_id=episode_id, most=questions.MOST_TURNS)
-    first = row_of(connection, sql, f"turn of an episode {episode_id}")
+    run_id = run_of_episode(connection, episode_id)
     found = ask(connection, sql)
-    run_id = row_of(connection, filled(questions.SAMPLE, sample_id=first["sample_id"]), "such sample")[
-        "run_id"
-    ]
     tokenizer = _tokenizer(connection, run_id)
     ids = [row["sample_id"] for row in found]
     read = contents.read(connection, ids, tokenizer, added=True)

@@ -16,6 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
+from scavenger.ledger.read import typed
 from scavenger.printable import amount, printable
 from scavenger.web import charts, questions
 from scavenger.web.texts import Piece
@@ -108,8 +109,11 @@ def cell_of(name: str, value: object, href: str = "") -> Cell:
 
 
 def ask(connection: sa.Connection, sql: str) -> list[Row]:
-    """The rows of a statement whose numbers are filled in."""
-    return [dict(row) for row in connection.exec_driver_sql(sql).mappings()]
+    """The rows of a statement whose numbers are filled in. Raises `LedgerError` where a value is of another type than its column."""
+    found: list[Row] = [dict(row) for row in connection.exec_driver_sql(sql).mappings()]
+    for row in found:
+        typed.require(row)
+    return found
 
 
 def table_of(

@@ -162,10 +162,18 @@ def _asked(request: dict[str, Any]) -> Any:
         done = subprocess.run(
             _ARGV, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_S, check=False
         )
-        reply = json.loads(done.stdout) if done.returncode == 0 else {}
+        reply = _parsed(done.stdout) if done.returncode == 0 else {}
     except (subprocess.TimeoutExpired, ValueError):
         reply = {}
     return _usable(request["tokenizer"], reply)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A child's reply. Raises `ValueError` where it is no object of JSON: something else wrote to the child's output."""
+    reply = json.loads(line)
+    if not isinstance(reply, dict):
+        raise ValueError("the reply is no object")
+    return reply
 
 
 def _usable(tokenizer: str, reply: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +223,7 @@ class Child:
                 [*_ARGV, _MANY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         try:
-            return dict(json.loads(_exchanged(self._process, line, time.monotonic() + WALL_S)))
+            return _parsed(_exchanged(self._process, line, time.monotonic() + WALL_S))
         except (TimeoutError, OSError, ValueError):
             self.end()
             return {}

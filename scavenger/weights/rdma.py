@@ -25,7 +25,7 @@ from scavenger.weights.memory import Buffer
 
 BACKEND = "UCX"
 _log = structlog.get_logger(__name__)
-_REMEDY = 'install it on both sides: pip install ".[nixl]" in a clone of Scavenger'
+_REMEDY = "install it on both sides: pip install 'scavenger[nixl]'"
 
 
 def installed() -> bool:

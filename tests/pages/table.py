@@ -170,7 +170,7 @@ PAGES: dict[str, dict[str, Entry]] = {
         "scavenger init my-run --model MODEL --data PROMPTS": Here(needs=("served",), says="train.sbatch"),
         "scavenger init my-run --check": Here(needs=("small",), long=True),
         "python -m trainer my-run/run.toml --local": Here(needs=("small",), says="finished|resum", long=True),
-        "scavenger samples my-run/run.toml --local --best": Here(says="reward", long=True),
+        "scavenger samples my-run/run.toml --local --best --limit 9": Here(says="reward", long=True),
         "scavenger web --config my-run/out/local/scavenger.toml": Here(
             put={"scavenger web": "scavenger web --port 0"}, until=r"serves http://127.0.0.1:\d+/", long=True
         ),

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
+import sqlalchemy as sa
 from starlette.testclient import TestClient
 
 from scavenger.errors import AuthError, ConfigError, LedgerError
@@ -336,6 +337,39 @@ def test_a_ledger_that_is_locked_is_said_and_read_again(tmp_path: Path) -> None:
     assert client.get("/").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "table", "column", "value"),
+    [
+        ("/", "runs", "created_at", "'yesterday'"),
+        ("/runs/1", "steps", "committed_at", "x'00'"),
+        ("/runs/1", "runs", "name", "x'ff'"),
+        ("/runs/1/steps/1", "samples", "reward", "'much'"),
+        ("/runs/1/steps/1", "samples", "accepted_len", "'long'"),
+        ("/samples/11", "leases", "granted_at", "'then'"),
+        ("/samples/11", "chunks", "tokens", "'packed'"),
+        ("/groups/10", "chunks", "logprobs", str(2**60)),
+        ("/groups/10", "groups", "prompt", "7"),
+        ("/runs/1/search?q=w", "chunks", "tokens", "7"),
+        ("/decisions", "decisions", "at", "'now'"),
+        ("/decisions/1", "decisions", "inputs", "x'ff'"),
+    ],
+)
+def test_a_value_of_another_type_than_its_column_is_named(
+    tmp_path: Path, path: str, table: str, column: str, value: str
+) -> None:
+    """SQLite keeps any value in any column; a page of such a row is not shown, and every other one is."""
+    url = ledger(tmp_path)
+    client = TestClient(web.make_app(url, TOKEN, interval_s=0.0), headers=BEARER)
+    assert client.get(path).status_code == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "ledger.sqlite3")) as writer, writer:
+        writer.execute(f"UPDATE {table} SET {column} = {value}")
+    reply = client.get(path)
+    # A prompt that cannot be read is said in its place.
+    assert reply.status_code == (200 if column == "prompt" else 503)
+    assert f"in a column {column}, which is of" in reply.text
+    assert client.get("/harm").status_code == 200
+
+
 def test_twenty_viewers_cost_one_set_of_queries(tmp_path: Path) -> None:
     now = [0.0]
     site = web.Site(ledger(tmp_path), 5.0, lambda: now[0])
@@ -606,6 +640,52 @@ def test_pages_with_texts_however_many_leave_places_to_other_pages(tmp_path: Pat
             await asyncio.gather(*texts)
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("kind", ["texts", "search"])
+def test_a_run_whose_tokenizer_is_slow_keeps_no_text_of_another_run_waiting(
+    tmp_path: Path, kind: str
+) -> None:
+    """However many of its pages are asked for: a step's page has texts, and is the one that a reader wants first."""
+    site, slow, many = web.Site(ledger(tmp_path), 5.0), _Slow(), web.MOST_OF[kind] + 2
+
+    async def play() -> None:
+        of_slow = [
+            asyncio.create_task(site.page(f"/slow/{i}", slow, of=kind, run_of=lambda connection: 1))
+            for i in range(many)
+        ]
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(slow.begun.wait, 60)
+            other = site.page("/other", lambda connection: "shown", of=kind, run_of=lambda connection: 2)
+            assert await other == "shown"
+            assert slow.times <= web.MOST_OF_A_RUN[kind]
+            slow.go_on.set()
+            await asyncio.gather(*of_slow)
+        assert slow.times == many
+        assert not site._of_run, "a run that nobody waits for is forgotten"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/runs/1/steps/1", "/runs/1/evals/1", "/runs/1/search?q=n", "/groups/10", "/samples/11", "/episodes/1"],
+)
+def test_the_pages_with_texts_are_counted_for_their_run(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, counted = web.make_app(ledger(tmp_path), TOKEN), list[int]()
+    read = app.state.site._read
+
+    async def seen(ask: Callable[[sa.Connection], Any]) -> Any:
+        found = await read(ask)
+        if isinstance(found, int):
+            counted.append(found)
+        return found
+
+    monkeypatch.setattr(app.state.site, "_read", seen)
+    assert TestClient(app, headers=BEARER).get(path).status_code == 200
+    assert counted == [1]
 
 
 def test_a_page_whose_readers_have_gone_before_its_turn_is_not_built(tmp_path: Path) -> None:

@@ -566,6 +566,20 @@ def test_a_server_tries_a_tokenizer_that_ends_its_child_twice_and_then_once_a_mi
         children.close()
 
 
+@pytest.mark.parametrize("said", ["[1, 2]", "7", '"words"', "[[1, 2]]", "null", "no JSON"])
+def test_a_reply_that_is_no_object_is_a_child_lost_and_shows_no_text(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a child for one request, and of one for many: what a tokenizer's library prints may come first."""
+    argv = (sys.executable, "-c", f"input(); print({said!r}, flush=True)")
+    monkeypatch.setattr(texts, "_ARGV", argv)
+    tokenizer = str(tmp_path / "tokenizer.json")
+    with texts.Child() as child:
+        for ask in (child, None):
+            with pytest.raises(texts.Lost, match="ends its process"):
+                texts.read(tokenizer, [[11_000]], {}, ask)
+
+
 def test_readers_that_come_at_once_try_a_tokenizer_one_after_the_other(tmp_path: Path) -> None:
     bad = tmp_path / "bomb.json"
     panic(bad)

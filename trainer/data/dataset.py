@@ -92,7 +92,7 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ConfigError(
-            "Parquet files need pyarrow", 'install it: pip install ".[parquet]" in a clone of Scavenger'
+            "Parquet files need pyarrow", "install it: pip install 'scavenger[parquet]'"
         ) from error
     try:
         table = parquet.read_table(path)

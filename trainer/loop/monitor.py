@@ -64,7 +64,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "monitor.tensorboard needs tensorboard", 'install it: pip install ".[tensorboard]" in a clone'
+                "monitor.tensorboard needs tensorboard", "install it: pip install 'scavenger[tensorboard]'"
             ) from error
         self._make: Any = SummaryWriter
         self._folder = str(out_dir / self.name)
@@ -95,7 +95,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "monitor.wandb needs wandb", 'install it: pip install ".[wandb]" in a clone'
+                "monitor.wandb needs wandb", "install it: pip install 'scavenger[wandb]'"
             ) from error
         monitor, run = config.monitor, config.run
         self._failures = (OSError, wandb.errors.Error)
@@ -149,7 +149,7 @@ class MLflow:
             from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise ConfigError(
-                "monitor.mlflow needs mlflow", 'install it: pip install ".[mlflow]" in a clone'
+                "monitor.mlflow needs mlflow", "install it: pip install 'scavenger[mlflow]'"
             ) from error
         monitor, run = config.monitor, config.run
         self._metric: Any = Metric

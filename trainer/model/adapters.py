@@ -37,9 +37,7 @@ def inject(model: Any, settings: LoraSection) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(
-            "lora.rank needs peft", 'install it: pip install ".[lora]" in a clone of Scavenger'
-        ) from error
+        raise ConfigError("lora.rank needs peft", "install it: pip install 'scavenger[lora]'") from error
     check_targets(model, settings)
     dtype = next(model.parameters()).dtype
     config = LoraConfig(

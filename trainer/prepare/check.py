@@ -291,7 +291,7 @@ def _algorithm(config: RunConfig) -> str:
 
     resolve(config.algorithm, config.sampling.max_tokens)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
-        raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
+        raise ConfigError("lora.rank needs peft", "install it: pip install 'scavenger[lora]'")
     if config.algorithm.router_replay:
         from trainer.model.replay import routing_nbytes
 
@@ -518,9 +518,7 @@ def _out_dir(config: RunConfig, model: ModelFacts | None) -> str:
         ("mlflow", bool(config.monitor.mlflow)),
     ):
         if wanted and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"monitor.{name} needs {name}", f'install it: pip install ".[{name}]" in a clone'
-            )
+            raise ConfigError(f"monitor.{name} needs {name}", f"install it: pip install 'scavenger[{name}]'")
     out_dir = config.run.out_dir
     there = next(folder for folder in (out_dir, *out_dir.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

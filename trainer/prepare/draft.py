@@ -407,7 +407,7 @@ def missing_extra(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
         return ""
     return (
         f"{MATH} needs math-verify, which {wish.python} has not. Whoever installed that Python adds it: "
-        f'pip install ".[math]" in a clone. Without it: --reward {EXACT} (the answer by the letter), or your own function'
+        f"pip install 'scavenger[math]'. Without it: --reward {EXACT} (the answer by the letter), or your own function"
     )
 
 

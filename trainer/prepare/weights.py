@@ -64,7 +64,7 @@ def check(config: RunConfig, facts: ModelFacts, nodes: int, at_hand: Path | None
         )
     if section.nixl and not rdma.installed():
         raise ConfigError(
-            "weights.nixl = true, and this Python has no NIXL", 'install it: pip install ".[nixl]" in a clone'
+            "weights.nixl = true, and this Python has no NIXL", "install it: pip install 'scavenger[nixl]'"
         )
     if section.spool_dir is not None:
         _spool(section.spool_dir, config.run.name, version)

@@ -33,7 +33,7 @@ from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, S
 
 _R = TypeVar("_R")
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
-_START_S = 20.0
+_START_S = 300.0  # a Python starts: on a busy machine that took 95 s
 
 
 def socket_path(base: Path) -> str:

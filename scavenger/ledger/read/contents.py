@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
+from scavenger.ledger.read import typed
 from scavenger.ledger.read.prompts import whole_prompts
 from scavenger.ledger.read.reader import GONE, Piece, join_chunks
 from scavenger.ledger.read.reports import utc
@@ -85,7 +86,11 @@ def prompts(
 def _in(
     connection: sa.Connection, query: str, name: str, ids: Sequence[int], **numbers: int
 ) -> Sequence[Any]:
+    """Raises `LedgerError` where a value is of another type than its column."""
     if not ids:
         return ()
     statement = sa.text(queries.load(query)).bindparams(sa.bindparam(name, expanding=True))
-    return connection.execute(statement, {name: list(ids), **numbers}).all()
+    found = connection.execute(statement, {name: list(ids), **numbers}).all()
+    for row in found:
+        typed.require(row._mapping, packed=True)
+    return found

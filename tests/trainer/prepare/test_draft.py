@@ -158,7 +158,7 @@ def test_without_math_verify_the_reward_is_one_that_is_there_or_its_extra_is_nam
     assert read_run(tmp_path / "first" / "run.toml").reward.function == f"trainer.verifiers:{function}"
     assert ("by the letter: no math-verify here" in told) is (function == "exact")
     assert ("LOOK: trainer.verifiers:math needs math-verify" in told) is (function == "math")
-    assert ('pip install ".[math]"' in told) is (function == "math")
+    assert ("pip install 'scavenger[math]'" in told) is (function == "math")
     assert draft(tmp_path / "own", own_model, path, "--reward=mine:reward") == 0
     assert "math-verify" not in capsys.readouterr().out
 

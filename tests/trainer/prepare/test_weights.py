@@ -110,6 +110,6 @@ def test_weights_that_engines_could_not_fetch_are_refused(run: Path, monkeypatch
     settled(run, "weights", 'listen = "127.0.0.1"\nnixl = true')
     assert 'remedy: set weights.listen = "0.0.0.0"' in weights_told(run, nodes=2)
     monkeypatch.setattr(rdma, "installed", lambda: False)
-    assert 'pip install ".[nixl]"' in weights_told(run)
+    assert "pip install 'scavenger[nixl]'" in weights_told(run)
     monkeypatch.setattr(rdma, "installed", lambda: True)
     assert "REFUSED" not in weights_told(run)
