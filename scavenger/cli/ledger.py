@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Read, check and keep the ledger.")
 
 @app.command("report")
 def report_command(
-    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
+    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")] = "list",
     fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format", help="of the rows")] = "table",
     limit: Annotated[
         int | None,
