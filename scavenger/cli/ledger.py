@@ -213,5 +213,6 @@ def restore_command(
             f"the replaced ledger is kept as {done.kept}: delete it when it is not needed; it holds prompts and completions"
         )
     print(
-        f"the ledger begins another history after generation {done.generation}; next: scavenger daemon --config {config_path}"
+        f"the ledger begins another history after generation {done.generation}; next: start the daemon (systemctl start scavenger, or "
+        f"by hand: scavenger daemon --config {config_path})"
     )
