@@ -144,7 +144,7 @@ def test_an_engine_that_came_back_to_its_gpus_is_one_preemption(url: str) -> Non
     (one,) = answers(url, "preemptions")
     assert (one["notice"], one["samples_in_flight"], one["tokens_salvaged"]) == ("notice", 2, 7)
     (release,) = answers(url, "gpu_release")
-    assert (release["worker_id"], release["notice"], float(release["kept_s"])) == (3, "notice", 2.0)
+    assert (release["worker_id"], release["notice"], float(str(release["kept_s"]))) == (3, "notice", 2.0)
 
 
 def test_the_rewards_and_moves_of_a_run(url: str) -> None:

@@ -171,10 +171,10 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     )
     drained = {"gpu2": "gpu2 is drained by scavenger drain --node: cables", "gpu9": "gpu9 is drained"}
     closed = status.closed_nodes({"gpu3": "3 engines died on it"}, drained, {"gpu2", "gpu3"})
-    text = status.lines(
+    said_of_nodes = status.lines(
         msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, closed=closed)), 1001.0
     )
-    assert [line.strip() for line in text if "NO ENGINE" in line] == [
+    assert [line.strip() for line in said_of_nodes if "NO ENGINE" in line] == [
         "NO ENGINE: gpu2 is drained by scavenger drain --node: cables",
         "NO ENGINE: gpu3 is quarantined: 3 engines died on it",
         "NO ENGINE: gpu9 is drained (NO NODE HAS THIS NAME in Slurm)",
