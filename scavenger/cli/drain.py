@@ -8,7 +8,7 @@ Boundary: one subcommand.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +32,7 @@ def drain(
     """Give every harvested GPU back, or those of some nodes, and take none there until `drain --off`. The daemon sees it within seconds,
     also one that starts later.
 
-    Exit code 1: it is noted, and no daemon serves that would act on it now.
+    Exit code 1: it is noted, and nothing acts on it now: no daemon serves, or no node has that name.
     """
     from scavenger.harvest import limits as harvest_limits
     from scavenger.observe import status
@@ -98,6 +98,27 @@ def _nodes(state_dir: Path, nodes: Sequence[str], *, now: bool, off: bool, reaso
     if gone:
         print(f"it is noted, and nothing is drained now, because no daemon serves: {gone}")
         raise typer.Exit(1)
+    if strange := unknown_nodes(_seen_nodes(state_dir), nodes):
+        off_again = "".join(f" --node {name}" for name in strange)
+        print(
+            f"NO NODE OF SLURM IS NAMED {', '.join(strange)}: it is noted, and drains nothing. Names are those of `sinfo -N`; "
+            f"take it back with `scavenger drain --off{off_again}`"
+        )
+        raise typer.Exit(1)
+
+
+def unknown_nodes(seen: Set[str], nodes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `nodes` that the last poll did not show; none where it showed no node at all. Pure."""
+    return tuple(name for name in nodes if name not in seen) if seen else ()
+
+
+def _seen_nodes(state_dir: Path) -> frozenset[str]:
+    """Names of all clusters' nodes at the daemon's last poll of each; empty where one was not polled yet."""
+    from scavenger.observe import status
+
+    seen = status.read(state_dir)
+    polled = [one and one.nodes for one in (seen.harvest, *(cluster.harvest for cluster in seen.clusters))]
+    return frozenset(node.name for nodes in polled for node in nodes or ()) if all(polled) else frozenset()
 
 
 def _gone(state_dir: Path) -> str:

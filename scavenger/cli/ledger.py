@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Read, check and keep the ledger.")
 
 @app.command("report")
 def report_command(
-    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
+    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")] = "list",
     fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format", help="of the rows")] = "table",
     limit: Annotated[
         int | None,
@@ -213,5 +213,6 @@ def restore_command(
             f"the replaced ledger is kept as {done.kept}: delete it when it is not needed; it holds prompts and completions"
         )
     print(
-        f"the ledger begins another history after generation {done.generation}; next: scavenger daemon --config {config_path}"
+        f"the ledger begins another history after generation {done.generation}; next: start the daemon (systemctl start scavenger, or "
+        f"by hand: scavenger daemon --config {config_path})"
     )

@@ -36,9 +36,9 @@ def _owners(config: DaemonConfig, user: str) -> str:
             "daemon.public_dir is not set" if public is None else "owners.users and owners.groups are empty"
         )
         return f"owners    {user} alone may train, and whom `scavenger enroll` names: {lacks}"
-    most = "any number of GPUs" if owners.max_gpus is None else f"{owners.max_gpus} GPUs"
+    most = "any number of GPUs" if owners.max_gpus is None else f"{owners.max_gpus} GPUs at most"
     single = "".join(f", {name} {count}" for name, count in sorted(owners.max_gpus_of.items()))
-    return f"owners    {' and '.join(who)} may train, by `scavenger join {public}`; engines of each hold {most} at most{single}"
+    return f"owners    {' and '.join(who)} may train, by `scavenger join {public}`; engines of each hold {most}{single}"
 
 
 def limits(config: DaemonConfig) -> list[tuple[str, str, str]]:

@@ -20,6 +20,8 @@ from scavenger.errors import ClusterError
 T = TypeVar("T")
 #: The queue's fields are told apart by a mark; doctor's is no secret, and a user who forges it deceives a report.
 QUEUE_MARK = "scavengerdoctor0mark"
+#: What the test job says of imports that its `timeout` ended.
+SLOW_IMPORTS = "its imports took longer than"
 
 #: Limits of an association, as `sacctmgr show assoc` calls them, after whose they are.
 ASSOCIATION_LIMITS = (

@@ -26,7 +26,7 @@ from scavenger.cluster.proxy import client
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import collect
-from scavenger.doctor.facts import CommandOutput
+from scavenger.doctor.facts import SLOW_IMPORTS, CommandOutput
 from scavenger.errors import ClusterError
 from scavenger.harvest.execute import job_script
 
@@ -36,7 +36,8 @@ IMPORT_S = 120.0
 ENGINES = ("reference", "vllm")
 #: Of a step to start and end, on a node that is busy.
 STEP_S = 60.0
-LIMIT_S = 60.0 + STEP_S + IMPORT_S * len(ENGINES)
+#: Scavenger's own imports are tried before the engines'.
+LIMIT_S = 60.0 + STEP_S + IMPORT_S * (1 + len(ENGINES))
 #: For the job to start; from then on its own limit is waited for.
 WAIT_S = 180.0
 POLL_S = 1.0
@@ -69,9 +70,10 @@ last() {{ words=$(grep -v '^srun: ' <<<"$1"); printf '%s' "${{words##*$'\\n'}}";
 if words=$(python -c '{seen}' "$dir" {release}); then say python=ok
     for engine in {engines}; do
         words=$(python -m rollout.engines.importable "$engine")
-        case $? in 0) say "engine.$engine=ok" ;; 124) say "engine.$engine=its imports took longer than {import_s} s" ;;
+        case $? in 0) say "engine.$engine=ok" ;; 124) say "engine.$engine={slow} {import_s} s" ;;
         *) say "engine.$engine=$(last "$words")" ;; esac
     done
+elif [ $? = 124 ]; then say "python={slow} {import_s} s"
 else say "python=$(last "$words")"; fi
 reach() {{ # HOST PORT: why not; a port that refuses is let through, and no process listens there
     local words
@@ -144,6 +146,7 @@ def script(
         release=quote(__version__),
         engines=" ".join(map(quote, engines)),
         import_s=int(IMPORT_S),
+        slow=SLOW_IMPORTS,
         step_s=int(STEP_S),
         controllers=" ".join(map(quote, controllers)),
         others=" ".join(map(quote, others)),
@@ -205,7 +208,8 @@ def run(
             text = script(place, python, host, port, h.container, engines, controllers, others)
             job_id = cluster.submit(job(config, text, place))
             say(
-                f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"
+                f"job {job_id} was submitted to {config.harvest.partition}; its start is waited for, {wait_s:g} s at most, "
+                f"then its word, {LIMIT_S:g} s at most"
             )
             return _wait(place, job_id, wait_s)
         except (ClusterError, OSError) as error:

@@ -38,6 +38,11 @@ def load_report(name: str) -> str:
 _BOUNDS = re.compile(r"SELECT (\d+) AS most, ([0-9.]+) AS since, ([0-9.]+) AS until\b")
 
 
+#: Of a bounded report's first line, for who runs it as SQL; and the same for who runs the command.
+_BOUNDS_SAID = '"bounds": how many, of which Unix seconds.'
+_OPTIONS_SAID = "--limit, --since and --until: others."
+
+
 def is_bounded(sql: str) -> bool:
     """Whether a report shows its newest rows only, and can be asked for more or for those of a span of time."""
     return _BOUNDS.search(sql) is not None
@@ -57,5 +62,5 @@ def bounded(sql: str, most: int | None, since: float | None, until: float | None
 
 
 def question(sql: str) -> str:
-    """What a report answers: the text of its first line."""
-    return sql.splitlines()[0].removeprefix("--").strip()
+    """What a report answers: the text of its first line, which has options of the command where SQL has `bounds`."""
+    return sql.splitlines()[0].removeprefix("--").strip().replace(_BOUNDS_SAID, _OPTIONS_SAID)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,7 +71,8 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
     ours = counted(jobs)
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
-    closed = dict(harvester.tracker.health.quarantined(now)) | stop_state.drained_nodes
+    quarantined = dict(harvester.tracker.health.quarantined(now))
+    closed = quarantined | stop_state.drained_nodes
     nodes = fleet.nodes_of(view, partition, harvester.tracker.job_ids(), jobs, closed) if view else ()
     return Harvest(
         partition,
@@ -95,7 +96,25 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         nodes=nodes,
         public=stop_state.concluded_public,
         drained=len(stop_state.drained_nodes),
+        closed=closed_nodes(
+            quarantined, stop_state.drained_nodes, {one.name for one in nodes} if view else None
+        ),
     )
+
+
+def closed_nodes(
+    quarantined: Mapping[str, str], drained: Mapping[str, str], known: Set[str] | None
+) -> tuple[str, ...]:
+    """What to say of the nodes that get no engine, whatever Slurm says of them. Pure.
+
+    `drained`: with reasons that name their node. `known`: nodes that Slurm has; None: not polled yet.
+    """
+    said = [f"{node} is quarantined: {why}" for node, why in quarantined.items() if node not in drained]
+    for node, why in drained.items():
+        strange = known is not None and node not in known
+        said.append(f"{why} (NO NODE HAS THIS NAME in Slurm)" if strange else why)
+    more = len(said) - CLOSED_SHOWN
+    return tuple(sorted(said)[:CLOSED_SHOWN]) + ((f"and {amount(more, 'node')} more",) if more > 0 else ())
 
 
 def outlooks(harvester: Harvester | None, now: float) -> dict[str, fleet.JobOutlook]:
@@ -110,6 +129,8 @@ log = structlog.get_logger()
 
 FILE = "status.json"
 WRITE_S = 10.0
+#: Of nodes that get no engine: `scavenger ledger report bad_nodes` and `scavenger top` have all.
+CLOSED_SHOWN = 8
 LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
@@ -152,6 +173,7 @@ class Harvest(msgspec.Struct, frozen=True):
     nodes: tuple[fleet.NodeGpus, ...] = ()  # of the whole cluster, by name, at the last complete poll
     public: str = ""  # `concluded` without names of runs, owners, jobs and nodes
     drained: int = 0  # nodes that `scavenger drain --node` names
+    closed: tuple[str, ...] = ()  # of the nodes that are drained so or quarantined, `CLOSED_SHOWN` at most
 
 
 class ClusterNow(msgspec.Struct, frozen=True):
@@ -405,6 +427,7 @@ def harvested(h: Harvest | None, at: float, now: float, gone: str) -> list[str]:
         said.append(f"          SET-UP AT FAULT: {h.set_up}")
     if h.unread:
         said.append(f"          NOT KNOWN whether it is stopped: {h.unread}")
+    said += [f"          NO ENGINE: {why}" for why in h.closed]
     if h.seen_at:
         seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {utc(h.seen_at)}"
         gpus = f"{h.idle} GPUs idle, {h.gpus_other_users} used by other users"

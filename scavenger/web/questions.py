@@ -38,8 +38,10 @@ SELECT s.step, s.attempt, s.version, CASE WHEN c.so_far <= 8000000 THEN substr(s
        CASE WHEN c.so_far <= 8000000 THEN 0 ELSE 1 END AS cut, s.committed_at
 FROM newest n JOIN v_steps s ON s.id = n.id LEFT JOIN counted c ON c.id = n.id ORDER BY s.id DESC"""
 
-MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended their allocation, and what became of their tokens.
-SELECT w.left_at, w.node, w.job_id, w.kind, w.reason, COALESCE(h.reason, '') AS allocation_ended,
+MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended the allocation of its last engine, and their tokens.
+SELECT w.left_at, w.node, w.job_id, w.kind, w.reason,
+       CASE WHEN w.worker_id = (SELECT max(worker_id) FROM v_workers x WHERE x.intent_id = h.intent_id AND x.incarnation = h.restart_count)
+            THEN COALESCE(h.reason, '') ELSE '' END AS allocation_ended,
        CASE WHEN w.notice IS NULL THEN '' WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, w.samples, w.salvaged, w.regenerated
 FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
 WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""

@@ -1,4 +1,4 @@
--- Who had the GPUs at each poll of the cluster? (The newest ones; "bounds" says how many, and of which time: Unix seconds.)
+-- Who had the GPUs at each poll of the cluster? (The newest; "bounds": how many, of which Unix seconds.)
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since, 9999999999.0 AS until),
 newest AS (
   SELECT * FROM v_cluster_polls WHERE at >= (SELECT since FROM bounds) AND at < (SELECT until FROM bounds)

@@ -596,6 +596,21 @@ def test_an_import_that_is_missing_is_told_once_with_what_installs_it() -> None:
     assert "engine" not in one.observed, "without our own package nothing else is said of that Python"
 
 
+def test_imports_that_took_too_long_are_not_called_missing() -> None:
+    slow = "engine.reference=its imports took longer than 120 s\n"
+    one = found("compute node", site(probe=CommandOutput(BARE + slow)))
+    assert (one.level, "took longer" in one.observed) == (PROBLEM, True)
+    assert "ask again" in one.remedy
+    assert "install" not in one.remedy
+    one = found("compute node", site(probe=CommandOutput(BARE + slow + NO_VLLM)))
+    assert "ask again" in one.remedy
+    assert "scavenger[vllm]" in one.remedy
+    ours = BARE.replace("python=ok", "python=its imports took longer than 120 s")
+    one = found("compute node", site(probe=CommandOutput(ours)))
+    assert "ask again" in one.remedy
+    assert "install" not in one.remedy
+
+
 IDS = [f"{case[0]}-{case[3]}-{number}" for number, case in enumerate(CASES)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scavenger.cli.main import app
 from scavenger.cluster.model import JobState
@@ -20,6 +20,7 @@ from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import records as rec
 from scavenger.observe import status
 from scavenger.observe import status as harvested
+from scavenger.observe.fleet import NodeGpus
 from scavenger.protocol import keys
 from scavenger.router.core.events import IntentRevoked
 from tests.harvest.world import World, running, spec, until
@@ -141,6 +142,8 @@ def test_a_drained_node_gives_its_engines_back_and_gets_none_until_off(world: Wo
             (there,) = [one for one in seen.nodes if one.name == drained]
             assert there.harvested == 0
             assert there.why.endswith(": new cables")
+            assert [why for why in seen.closed if why.startswith(drained) and why.endswith(": new cables")]
+            assert not [why for why in seen.closed if "NO NODE" in why]
             assert not seen.stopped, "the other nodes are harvested"
             assert "may start there again" in await asyncio.to_thread(command, "--off", "--node", drained)
             await until(
@@ -162,6 +165,27 @@ def test_one_node_s_engines_are_drained_never_cancelled(world: World) -> None:
     assert done.exception.exit_code == 2
     assert "leave out --now, and `scancel`" in done.exception.remedy
     assert harvest_limits.drained_nodes(world.state_dir) == {}
+
+
+def test_a_node_that_slurm_does_not_have_is_not_said_to_be_drained(world: World) -> None:
+    world.state_dir.mkdir(exist_ok=True)
+    path = world.state_dir.parent / "scavenger.toml"
+    path.write_text(f'[daemon]\nstate_dir = "{world.state_dir}"\n')
+    held = status.Harvest("scavenge", 0, 0, 0, 0, 0.0, 8, 0, 0, "", "", nodes=(NodeGpus("gpu1", idle=4),))
+    status.write(world.state_dir, msgspec.structs.replace(serving(), harvest=held))
+
+    def command(*nodes: str) -> Result:
+        words = [word for node in nodes for word in ("--node", node)]
+        return CliRunner().invoke(app, ["drain", "--config", str(path), *words])
+
+    mistyped = command("gpu1", "gpu01")
+    assert mistyped.exit_code == 1
+    assert "NO NODE OF SLURM IS NAMED gpu01: it is noted, and drains nothing" in mistyped.output
+    assert "scavenger drain --off --node gpu01`" in mistyped.output
+    assert command("gpu1").exit_code == 0
+    # nothing is known of the names before the first poll, which shows no node
+    status.write(world.state_dir, msgspec.structs.replace(serving(), harvest=None))
+    assert command("gpu01").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 300, "a\nb"])

@@ -142,6 +142,18 @@ def test_what_is_no_backup_is_refused_and_replaces_nothing(sqlite_url: str, tmp_
     assert generation_of(sqlite_url).restored is False
 
 
+def test_a_file_that_cannot_be_written_or_read_is_named(sqlite_url: str, tmp_path: Path) -> None:
+    written(sqlite_url, everything())
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(LedgerError, match=r"the backup .*/copy cannot be written: ") as refused:
+        backup.backup(sqlite_url, tmp_path / "file" / "copy")
+    assert "install -d -o " in refused.value.remedy
+    # root, who may run this, is denied nothing; since Python 3.14 a path says of such a name only that there is no file
+    with pytest.raises(LedgerError, match=r"cannot be read: File name too long|there is no backup"):
+        restored(sqlite_url, tmp_path / ("x" * 300))
+    assert generation_of(sqlite_url).restored is False
+
+
 def test_a_damaged_ledger_is_set_aside_and_replaced(sqlite_url: str, tmp_path: Path) -> None:
     written(sqlite_url, everything())
     backup.backup(sqlite_url, tmp_path / "copy")

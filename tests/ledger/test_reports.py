@@ -68,6 +68,10 @@ def test_a_report_states_its_question_first(name: str) -> None:
     sql = queries.load_report(name)
     assert sql.startswith("-- ")
     assert "?" in queries.question(sql)
+    assert ("--since" in queries.question(sql)) == queries.is_bounded(sql), (
+        "its reader has the command's options"
+    )
+    assert '"bounds"' not in queries.question(sql)
     assert sql.rstrip().endswith(";")
     assert sql.count(";") - sum(line.count(";") for line in sql.splitlines() if line.startswith("--")) == 1
 
@@ -126,6 +130,21 @@ def test_preemptions_and_lost_engines_count_tokens(url: str) -> None:
         cause["tokens_salvaged"],
         cause["tokens_regenerated"],
     ) == ("preempted", 1, 5, 2)
+
+
+def test_an_engine_that_came_back_to_its_gpus_is_one_preemption(url: str) -> None:
+    """It was silent for too long and given up; the process went on, joined again as another worker, and was preempted."""
+    left = [
+        r.WorkerLeft(1, "silent for 12 s", False, 0, 0, 0, T0 + 19),
+        r.WorkerJoined(3, 1, "harvested", "i1", "s3", 0, 501, "n3", 1, "reference", T0 + 20),
+        r.WorkerLeft(3, "SIGTERM", True, 2, 7, 0, T0 + 50),
+        r.AllocationEnded("i1", 0, "preempted", T0 + 52),
+    ]
+    written(url, [prologue(), left])
+    (one,) = answers(url, "preemptions")
+    assert (one["notice"], one["samples_in_flight"], one["tokens_salvaged"]) == ("notice", 2, 7)
+    (release,) = answers(url, "gpu_release")
+    assert (release["worker_id"], release["notice"], float(str(release["kept_s"]))) == (3, "notice", 2.0)
 
 
 def test_the_rewards_and_moves_of_a_run(url: str) -> None:

@@ -169,6 +169,19 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     assert "          SET-UP AT FAULT: engines cannot start, 3 in a row" in status.lines(
         msgspec.structs.replace(SEEN, harvest=failing), 1001.0
     )
+    drained = {"gpu2": "gpu2 is drained by scavenger drain --node: cables", "gpu9": "gpu9 is drained"}
+    closed = status.closed_nodes({"gpu3": "3 engines died on it"}, drained, {"gpu2", "gpu3"})
+    said_of_nodes = status.lines(
+        msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, closed=closed)), 1001.0
+    )
+    assert [line.strip() for line in said_of_nodes if "NO ENGINE" in line] == [
+        "NO ENGINE: gpu2 is drained by scavenger drain --node: cables",
+        "NO ENGINE: gpu3 is quarantined: 3 engines died on it",
+        "NO ENGINE: gpu9 is drained (NO NODE HAS THIS NAME in Slurm)",
+    ]
+    assert status.closed_nodes({}, drained, None) == tuple(drained.values()), "not polled yet"
+    many = {f"gpu{i:02}": "died" for i in range(status.CLOSED_SHOWN + 2)}
+    assert status.closed_nodes(many, {}, set(many))[-1] == "and 2 nodes more"
     assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0)
     )

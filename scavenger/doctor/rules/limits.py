@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from scavenger.doctor.facts import Association, Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.facts import SLOW_IMPORTS, Association, Missing, SiteFacts, SiteRequirements
 from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.harvest.decide.free_capacity import NO_MEMORY_MB
 
@@ -286,13 +286,17 @@ def compute_node(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)
     where, wrong = f"on {told.get('node', 'its node')}", [name for name in PROBED if told.get(name) != "ok"]
     causes = [f"{name}: {told.get(name, 'the job did not say')}" for name in wrong]
-    remedies = [PROBED[name] for name in wrong]
+    remedies = [SLOW if is_slow(told.get(name, "")) else PROBED[name] for name in wrong]
     engines = {name.partition(".")[2]: why for name, why in told.items() if name.startswith("engine.")}
     fit = [name for name, why in engines.items() if why == "ok"]
     unfit = [f"engine {name}: {why}" for name, why in engines.items() if why != "ok"]
     if told.get("python") == "ok" and (not fit or wanted.engine not in ("", *fit)):
         causes += unfit or ["engines: the job did not say whether any can be imported"]
-        remedies.append(NO_ENGINE)
+        lacking = [why for name, why in engines.items() if why != "ok" and wanted.engine in ("", name)]
+        if any(map(is_slow, lacking)):
+            remedies.append(SLOW)
+        if not lacking or not all(map(is_slow, lacking)):
+            remedies.append(NO_ENGINE)
     ports = {key.removeprefix("reach "): said for key, said in told.items() if key.startswith("reach ")}
     if closed := [at for at, said in ports.items() if said not in ("ok", "refused")]:
         causes.append(f"{', '.join(closed)} cannot be reached: a firewall, or no such host")
@@ -314,9 +318,18 @@ def compute_node(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     return SiteFinding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
 
 
+def is_slow(why: str) -> bool:
+    """Whether the test job gave up waiting for these imports: nothing is known to be missing."""
+    return why.startswith(SLOW_IMPORTS)
+
+
 NO_ENGINE = (
     "install what is missing into that Python on every compute node: scavenger[trainer] for engine reference, scavenger[vllm] for vllm; "
     "or name the Python that has it in harvest.python (or its container in harvest.container)"
+)
+SLOW = (
+    "ask again: files are read faster the second time; where it stays slow the node is busy, or the file system of that Python is slow: "
+    "put the environment on a faster one, or into an image (harvest.container)"
 )
 CLOSED = "let compute nodes reach the daemon's port and the weights' ports of training nodes (docs/admin.md, Firewall)"
 #: What a probe says "ok" of, with the remedy where it does not.

@@ -26,6 +26,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
+from scavenger.host.user import user_name
 from scavenger.ledger import restoring, store
 from scavenger.ledger.faults import explain, remedy
 from scavenger.ledger.write.transaction import Announced, begin_history, open_connection
@@ -46,12 +47,20 @@ _NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 
 def backup(url: str, target: Path) -> None:
     """Copy the ledger to the file `target`, which must not exist. The daemon may go on. Raises `LedgerError`."""
-    if target.exists():
-        raise LedgerError(f"{target} exists", "name a file that does not: a backup never replaces another")
     partial = target.with_name(f".{target.name}.partial")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial.unlink(missing_ok=True)
-    os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        if target.exists():
+            raise LedgerError(
+                f"{target} exists", "name a file that does not: a backup never replaces another"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise LedgerError(
+            f"the backup {target} cannot be written: {error.strerror}",
+            f"name a folder that {user_name()} may write; as root: install -d -o {user_name()} -m 0700 FOLDER",
+        ) from error
     try:
         parsed = store.parse(url)
         if parsed.drivername == "sqlite":
@@ -288,12 +297,18 @@ def _free_name(ledger: Path, what: str) -> Path:
 
 def _prove_kind(url: sa.URL, source: Path) -> None:
     """Raises `LedgerError` unless the file is a backup that this ledger can take, as far as it tells without being put back."""
-    if not source.is_file():
+    try:
+        if not source.is_file():
+            raise LedgerError(
+                f"there is no backup at {source}", "name the file that `scavenger ledger backup` wrote"
+            )
+        with source.open("rb") as file:
+            start = file.read(16)
+    except OSError as error:
         raise LedgerError(
-            f"there is no backup at {source}", "name the file that `scavenger ledger backup` wrote"
-        )
-    with source.open("rb") as file:
-        start = file.read(16)
+            f"the backup {source} cannot be read: {error.strerror}",
+            f"let {user_name()} read it, in a folder that {user_name()} may enter",
+        ) from error
     found = next((kind for kind, mark in _STARTS.items() if start.startswith(mark)), "")
     wanted = "sqlite" if url.drivername == "sqlite" else "postgresql"
     if found and found != wanted:
