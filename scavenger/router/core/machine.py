@@ -67,6 +67,7 @@ from scavenger.router.core.events import (
     Heard,
     HelloReceived,
     HistoryRead,
+    IntentHandedOver,
     IntentRevoked,
     JobGone,
     LedgerRead,
@@ -141,6 +142,9 @@ class Router:
             case IntentRevoked():
                 for worker in self._of_intent(event.intent_id):
                     worker_commands.drain(core, worker, event.reason)
+            case IntentHandedOver():
+                for worker in self._of_intent(event.intent_id):
+                    worker_commands.hand_over(core, worker, event.public_key, event.reason)
             case CoreTick():
                 self._tick()
             case TopologyRead(switches=switches):

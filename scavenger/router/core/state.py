@@ -874,10 +874,11 @@ class HeartbeatState:
 
 @dataclass(slots=True)
 class Departure:
-    """Why a worker leaves, and whether Slurm gave it notice."""
+    """Why a worker leaves, and whether Slurm gave it notice. `hands_to`: the public key with which its process goes on for another run."""
 
     reason: str = ""
     notice: bool = False
+    hands_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
