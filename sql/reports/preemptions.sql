@@ -7,5 +7,7 @@ SELECT CAST(h.ended_at AS bigint) AS ended_unix_s, h.job_id, h.restart_count, h.
        COALESCE(w.regenerated, 0) AS tokens_regenerated, round(CAST(h.ended_at - h.started_at AS numeric), 1) AS allocated_s
 FROM v_gpu_allocations h
 LEFT JOIN v_workers w ON w.intent_id = h.intent_id AND w.incarnation = h.restart_count
+    AND NOT EXISTS (SELECT 1 FROM v_workers x WHERE x.intent_id = w.intent_id AND x.incarnation = w.incarnation AND x.run_id <> w.run_id
+                    AND x.worker_id > w.worker_id) -- one that went on for another run lost nothing here
 WHERE h.ended_at IS NOT NULL AND h.reason NOT IN ('cancelled', 'completed', 'requeued')
 ORDER BY h.ended_at, h.job_id, w.worker_id;
