@@ -489,6 +489,7 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
         HarvestCode.FRESH,
         HarvestCode.STANDBY,
         HarvestCode.DIVISION,
+        HarvestCode.HANDED_OVER,
         HarvestCode.MAX_ENVIRONMENTS,  # of environment workers, which take no GPU
     }
     assert {decision.code for decision, _ in REASONS} == set(HarvestCode) - acting

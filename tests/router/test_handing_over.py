@@ -214,3 +214,21 @@ def test_the_welcome_names_the_run_of_the_new_key() -> None:
     bench.say(FIRST, Goodbye("", notice=False))
     bench.register(SECOND, "b", "s2")
     assert [(w.run, w.worker_id) for w in bench.take(SECOND, Welcome)] == [("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "changes"), [({}, True), ({"isolation": "process"}, False), ({"name": "vllm"}, False)]
+)
+def test_a_run_s_demand_says_whether_and_with_whom_its_engines_change_hands(
+    change: dict[str, str], changes: bool
+) -> None:
+    bench = TwoRuns()
+    body = open_body()
+    if "name" in change:
+        body = structs.replace(body, engine=structs.replace(body.engine, name=change["name"]))
+    else:
+        body = structs.replace(body, **change)
+    bench.of("b", structs.replace(body, run="b", resume_step=0), attempt=0)
+    hands = {want.run: want.hands for want in bench.router.demand(bench.now)}
+    assert hands["a"]
+    assert hands["b"] == (hands["a"] if changes else "")

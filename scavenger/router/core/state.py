@@ -553,6 +553,7 @@ class RunSettings:
     policies: tuple[str, ...] = ()  # other runs that answer for agents of its environment
     episodes_of: str = ""  # the run whose episodes its steps are filled from
     serves_only: bool = False  # it takes no steps
+    isolation: str = "memory"  # "memory" | "process"; the latter: no process works for it and for another run
 
 
 @dataclass(slots=True)
