@@ -12,8 +12,14 @@ import signal
 import time
 
 STARTED_AT = time.monotonic()
-# Until there is something to say goodbye to, SIGTERM means: leave now, and come back.
-signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(75))
+
+
+def leave_at_notice() -> None:
+    """While there is nothing to say goodbye to, SIGTERM means: leave now, and come back."""
+    signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(75))
+
+
+leave_at_notice()
 
 import argparse  # noqa: E402  after the handler, as all that follows: imports take seconds, and a notice may come within them
 import asyncio  # noqa: E402
@@ -21,17 +27,19 @@ import secrets  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Coroutine, Mapping, Sequence  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NoReturn, TypeVar  # noqa: E402
 
 import structlog  # noqa: E402
 
+from rollout import hands  # noqa: E402
 from rollout.headless import HeadlessNode, HeadlessOptions  # noqa: E402
 from rollout.nodes import of_environment  # noqa: E402
-from rollout.worker import Options, RolloutWorker  # noqa: E402
+from rollout.worker import Options  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
-from scavenger.protocol.keys import read_keypair  # noqa: E402
+from scavenger.protocol.keys import KeyPair, read_keypair  # noqa: E402
 from scavenger.protocol.worker.events import (  # noqa: E402
     EXIT_CANNOT_START,
     EXIT_ENGINE_FAILED,
@@ -139,6 +147,11 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> W
     )
 
 
+def _of_key(me: WorkerIdentity, keypair: KeyPair) -> WorkerIdentity:
+    """A harvested job works for the run of its key: its script names the one that it was submitted for, and it may have changed hands."""
+    return replace(me, run=keypair.run) if me.kind == "harvested" and keypair.run else me
+
+
 def _session(environment: Mapping[str, str]) -> str:
     """The launcher knows the session of each process that it starts. Raises `ConfigError`."""
     session = environment.get("SCAVENGER_SESSION") or secrets.token_hex(16)
@@ -194,13 +207,13 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         options = Options(
             state_dir=arguments.state_dir,
             keypair=keypair,
-            identity=identity(arguments, environment),
+            identity=_of_key(identity(arguments, environment), keypair),
             pull_nbytes_per_s=arguments.pull_mb_per_s * 1e6,
             started_at=STARTED_AT,
             here=here,
             memory_share=arguments.memory_share,
         )
-        end = _run(RolloutWorker(options).run())
+        end = _run(hands.work(options, arguments.key, between=leave_at_notice))
     except ScavengerError as error:
         print(f"rollout: {error}", file=sys.stderr)
         # Only another release is no node's fault. A key that cannot be read may lie on a file system that only this node has not mounted.

@@ -41,6 +41,7 @@ from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, Weights
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair, read_rendezvous, secure
 from scavenger.protocol.worker.events import (
+    EXIT_PREEMPTED,
     Abort,
     Add,
     AddRefused,
@@ -217,6 +218,21 @@ class _Brought:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptEngine:
+    """The engine of a worker that changes hands, and what it was built from. Nothing calls it any more."""
+
+    spec: messages.EngineSpec
+    engine: Engine
+
+
+@dataclass
+class _Settle:
+    """Behind all commands that the engine still gets: `done` says that it carried them out."""
+
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What a worker is started with."""
 
@@ -232,7 +248,11 @@ class Options:
 
 
 class RolloutWorker:
-    """One process's worker. `run()` returns the `EndWorker` that ended it."""
+    """One process's worker of one run. `run()` returns the `EndWorker` that ended it.
+
+    All that a process has of a run is in this object, but for the engine. `kept`: that of a worker that changed hands, which forgot its
+    run. Afterwards `kept` is what this one leaves: None unless it changes hands itself.
+    """
 
     def __init__(
         self,
@@ -240,12 +260,14 @@ class RolloutWorker:
         *,
         builder: Callable[[str], BuildEngine] = builder,
         clock: Callable[[], float] = time.monotonic,
+        kept: KeptEngine | None = None,
     ) -> None:
+        self.kept = kept
         self._options = options
         self._builder = builder
         self._clock = clock
         self._inbox: asyncio.Queue[WorkerEvent] = asyncio.Queue()
-        self._commands: asyncio.Queue[WorkerAction | Pulled | _Brought] = asyncio.Queue()
+        self._commands: asyncio.Queue[WorkerAction | Pulled | _Brought | _Settle] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
         pace = NodePace(options.pull_nbytes_per_s)
@@ -262,6 +284,7 @@ class RolloutWorker:
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
+        self._spec: messages.EngineSpec | None = None  # from which it was built
         self._kv: KvMover | None = None  # of a run whose samples take their KV blocks along
         self._bringing: set[asyncio.Task[None]] = set()
         self._connecting: asyncio.Task[None] | None = None
@@ -283,10 +306,17 @@ class RolloutWorker:
             self._tasks.append(self._spawn(self._host.read(), Terminate))
         # The import takes longer than the connection: both at once. Its errors appear again at Build, which reports them.
         preload = loop.run_in_executor(None, self._preload)
-        self._tasks.append(self._spawn(self._drive_engine(), EngineCrashed))
+        driving = self._spawn(self._drive_engine(), EngineCrashed)
+        self._tasks.append(driving)
         self._perform(Connect(0.0))
+        leaves: KeptEngine | None = None
         try:
-            return await self._loop()
+            end = await self._loop()
+            if end.hands_to and self._further is None and self._host is None:
+                leaves = await self._settled(driving)
+                end = self._noticed() or end
+                leaves = leaves if end.hands_to else None
+            return end
         finally:
             preload.cancel()
             self._next_ahead = None
@@ -295,12 +325,48 @@ class RolloutWorker:
                     task.cancel()
             if self._further is not None:
                 await self._further.close()
-            if self._engine is not None:
+            if self.kept is not None:
+                await self.kept.engine.close()  # it was never asked for
+            if self._engine is not None and leaves is None:
                 await self._engine.close()
+            self.kept = leaves
             if self._kv is not None:
                 self._kv.close()
             self._link.close(LINGER_MS)
             self._store.close()
+            if leaves is not None:
+                self._store.forget()
+
+    async def _settled(self, driving: asyncio.Task[None]) -> KeptEngine | None:
+        """The engine, once it has carried out what was under way when the session ended: a load that is broken off would leave half of a
+        version behind, and its memory in use. None: there is none, or it died of it."""
+        for task in (*self._bringing, self._pulling, self._ahead):
+            if task is not None:
+                task.cancel()
+        while not self._commands.empty():
+            self._commands.get_nowait()  # none of it is needed any more
+        settle = _Settle()
+        self._commands.put_nowait(settle)
+        settled = asyncio.create_task(settle.done.wait())
+        heard = asyncio.create_task(self._until_notice())
+        await asyncio.wait((driving, settled, heard), return_when=asyncio.FIRST_COMPLETED)
+        settled.cancel()
+        heard.cancel()
+        if driving.done() or self._engine is None or self._spec is None:
+            return None
+        return KeptEngine(self._spec, self._engine)
+
+    async def _until_notice(self) -> None:
+        while not isinstance(event := await self._inbox.get(), Terminate):
+            pass
+        self._inbox.put_nowait(event)
+
+    def _noticed(self) -> EndWorker | None:
+        """How it ends that was asked to leave while it was about to change hands."""
+        while not self._inbox.empty():
+            if isinstance(event := self._inbox.get_nowait(), Terminate):
+                return EndWorker(EXIT_PREEMPTED, event.reason)
+        return None
 
     async def _loop(self) -> EndWorker:
         session = self._session
@@ -395,7 +461,9 @@ class RolloutWorker:
         """Call the engine, one command after another, in the session's order. An error here means that the engine died."""
         while True:
             command = await self._commands.get()
-            if isinstance(command, Build):
+            if isinstance(command, _Settle):
+                command.done.set()
+            elif isinstance(command, Build):
                 await self._build(command.spec)
             elif self._engine is None:
                 raise EngineError(f"{type(command).__name__} before the engine was built")
@@ -439,10 +507,16 @@ class RolloutWorker:
         me = self._options.identity
         if self._options.memory_share:
             spec = msgspec.structs.replace(spec, memory_share=self._options.memory_share)
-        nodes = await self._further.start(spec, me.run, me.gpus) if self._further is not None else None
-        self._engine = await build(
-            spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved" or me.guest, nodes=nodes)
-        )
+        self._spec, kept, self.kept = spec, self.kept, None
+        if kept is not None and kept.spec == spec:
+            self._engine = kept.engine
+        else:
+            if kept is not None:  # the other run changed its engine meanwhile: as a fresh process would do
+                _log.info("engine.not_kept", reason="the run's engine is another one")
+                await kept.engine.close()
+            nodes = await self._further.start(spec, me.run, me.gpus) if self._further is not None else None
+            host = EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved" or me.guest, nodes=nodes)
+            self._engine = await build(spec, host)
         info = self._engine.info()
         if info.device:
             # It needs torch, which the engine has loaded by now.
@@ -459,6 +533,7 @@ class RolloutWorker:
             "engine.built",
             name=info.name,
             vocab=info.vocab_size,
+            kept=kept is not None and kept.engine is self._engine,
             welcome_s=round(began - self._options.started_at, 3),
             import_wait_s=round(imported - began, 3),
             build_s=round(self._clock() - imported, 3),

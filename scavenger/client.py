@@ -307,6 +307,7 @@ class Client(Connection):
             config.other_policies,
             config.data.episodes_of or "",
             run.steps == 0,
+            run.isolation,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

@@ -42,7 +42,7 @@ DECLARE
         'v_generations', 'v_gpu_allocations', 'v_groups', 'v_job_states', 'v_jobs', 'v_leases', 'v_now', 'v_runs', 'v_sample_ends', 'v_samples',
         'v_steps', 'v_weight_versions', 'v_workers',
         'v_other_users_waits', 'v_training_jobs', 'v_engine_deaths', 'v_node_quarantines', 'v_token_differences', 'v_episodes', 'v_turns', 'v_episode_turns', 'v_tool_calls',
-        'v_deliveries', 'v_delivered_turns'];
+        'v_deliveries', 'v_delivered_turns', 'v_job_runs', 'v_allocation_runs'];
     relation record;
 BEGIN
     -- Only the daemon's role makes objects beside the ledger's (older servers let every role).

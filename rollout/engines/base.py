@@ -156,6 +156,15 @@ class Engine(Protocol):
         """Take what siblings said on other engines as drafts, or drop it; returns at once. Nothing in it may change a token."""
         ...
 
+    async def forget(self, run: str) -> None:
+        """Drop everything that came of the present run: requests, weights, adapters, KV cache, drafts, texts and counts. From the next
+        `load` on it works for `run`. Its process, its compiled graphs and the memory for weights and cache stay.
+
+        Called once all other calls have returned, but for a `next()` that was cancelled. Raises `EngineError` when something of the
+        run would stay: then the process must end.
+        """
+        ...
+
     async def close(self) -> None:
         """End at once whatever the engine started; nothing of it is called afterwards."""
         ...

@@ -130,14 +130,16 @@ class Decoder:
         self._waiting: list[Request] = []
         self._with_kv: dict[int, Kv] = {}  # of requests that wait, by handle
         self._clock = clock
-        self._speculator = (
-            Speculator(floor_s=1 / spec.pace if spec.pace > 0 else 0.0)
-            if spec.speculation == "group"
-            else None
-        )
+        self._spec = spec
+        self._speculator = self._new_speculator()
         self._sleeps = sleeps
         self._held: dict[str, Sum] = {}  # what an engine that sleeps held when it was loaded
         self.loaded = False
+
+    def _new_speculator(self) -> Speculator | None:
+        if self._spec.speculation != "group":
+            return None
+        return Speculator(floor_s=1 / self._spec.pace if self._spec.pace > 0 else 0.0)
 
     def _new_recorder(self, width: int) -> Recorder | None:
         """Of which experts each token goes to, where the run asks for `width` bytes of that."""
@@ -229,6 +231,18 @@ class Decoder:
                 self._speculator.leave(row.request.handle)
         self._rows, self._waiting, self._with_kv = [], [], {}
         self._cache = self._new_cache()
+
+    @torch.inference_mode()
+    def forget(self) -> None:
+        """Drop all that came of a run: its weights and cache are overwritten with zeros, not merely given back."""
+        self._cache.wipe_all()
+        self.clear()
+        self.loaded, self._held = False, {}
+        self._speculator = self._new_speculator()
+        if self._recorder is not None:
+            self._recorder.forget()
+        for tensor in self._model.state_dict().values():
+            tensor.zero_()
 
     def _new_cache(self) -> SlotCache:
         self._gpu.hold(CACHE, 0)

@@ -177,6 +177,14 @@ class ReferenceEngine:
         if self._spec.speculation != "none":
             self._heard.append(news)
 
+    async def forget(self, run: str) -> None:
+        self._forget_all()
+        self._usable = False
+        self._heard.clear()
+        await self._compute(self._decoder.forget)
+        self._cancelled.clear()  # their rows are gone, and another run's requests may get the same numbers
+        self._next_beat, self._iterations, self._asleep = 0.0, 0, False
+
     async def close(self) -> None:
         self._forget_all()
         self._executor.shutdown(wait=False, cancel_futures=True)

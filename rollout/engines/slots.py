@@ -99,6 +99,11 @@ class SlotCache:
         for store in (*self._keys, *self._values):
             store[row, :, first:] = 0
 
+    def wipe_all(self) -> None:
+        """Zero every entry."""
+        for store in (*self._keys, *self._values):
+            store.zero_()
+
     def _store_prompts(self, store: Tensor, new: Tensor) -> None:
         width = new.shape[2]
         if min(self._lengths) == width:

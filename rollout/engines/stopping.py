@@ -253,6 +253,11 @@ class Stopping:
     async def hear(self, news: HearSiblings) -> None:
         await self._engine.hear(news)
 
+    async def forget(self, run: str) -> None:
+        self._matchers.clear()
+        self._tokenizer, self._digest = None, ""
+        await self._engine.forget(run)
+
     async def close(self) -> None:
         await self._engine.close()
 

@@ -61,6 +61,10 @@ class RunSection(Section):
     on_poison: Literal["stop", "mask"] = "stop"
     """What happens with a sample that is given up. `stop`: the run stops and names the sample. `mask`: the
     sample is left out of training and counted."""
+    isolation: Literal["memory", "process"] = "memory"
+    """Whether an engine's process may work for several runs, one after the other, where the site lets engines change hands
+    (`harvest.change_hands`). `memory`: it may, and forgets one run before the next begins. `process`: this run's engines
+    work for no other run, before or after."""
     key: Path | None = None
     """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key` where there is one, else the user's
     own, which `scavenger join` makes."""

@@ -343,6 +343,10 @@ class HarvestSection(Section):
     """`value` only: a run that wants engines and has had none for so many seconds comes first."""
     division_hold_s: Annotated[float, Field(ge=0)] = 300.0
     """`value` only: seconds that an engine stays after its start, whatever others would save with its GPUs."""
+    change_hands: bool = False
+    """`true`: an engine that its run has too many of goes on for another run, in the same process, where both runs' engines
+    are of one kind and the runs allow it (`run.isolation`). It forgets the first run before it gets the second one's key
+    ([fleet.md](fleet.md#engines-that-change-hands)). `false`: its job ends, and another starts."""
     # other users' jobs
     other_users_window_s: Annotated[float, Field(ge=0)] = 60.0
     """GPUs that other users' jobs are expected to need within so many seconds (begin times, Slurm's planned
@@ -581,6 +585,7 @@ LIVE = frozenset(
         "harvest.account",
         "harvest.after_drain",
         "harvest.blackout",
+        "harvest.change_hands",
         "harvest.constraint",
         "harvest.contact",
         "harvest.container",

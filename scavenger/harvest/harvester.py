@@ -37,6 +37,7 @@ from scavenger.harvest.decide.actions import (
     Action,
     Cancel,
     CancelPending,
+    ChangeHands,
     DrainAllocated,
     DrainKind,
     HarvestCode,
@@ -52,6 +53,7 @@ from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, st
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.session import (
     CancelJobs,
+    ChangeKey,
     Command,
     Commit,
     Confirm,
@@ -285,7 +287,7 @@ class Harvester:
         self._template, self._token = self._read_template(config), sources.token
         self._further = further
         user = client.jobs_user(config) if further is None else further.user
-        self.session = HarvestSession(rules_of(config, uid, user), self._mint)
+        self.session = HarvestSession(rules_of(config, uid, user), self._mint, self._mint_again)
         self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config, beyond_link=further is not None)
         self._thread = OneThread("cluster")
@@ -345,7 +347,9 @@ class Harvester:
         """Nothing is awaited between the demand that was decided on and this: two clusters never start engines for one and the same."""
         now, fresh_after_s = self._clock(), self.config.harvest.fresh_after_s
         leaving = {
-            one.intent_id for one in actions if isinstance(one, CancelPending | Cancel | DrainAllocated)
+            one.intent_id
+            for one in actions
+            if isinstance(one, CancelPending | Cancel | DrainAllocated | ChangeHands)
         }
         staying = [
             job.run_id
@@ -354,6 +358,7 @@ class Harvester:
             if not job.waits or now - job.since < fresh_after_s  # one that waits for long starts elsewhere
         ]
         coming = [one.run_id for one in actions if isinstance(one, Submit) and not one.standby]
+        coming += [one.run_id for one in actions if isinstance(one, ChangeHands)]
         self._claims = Counter(staying + coming)
 
     # ---------------------------------------------------------------- life
@@ -377,7 +382,7 @@ class Harvester:
             if intended.kind != ENGINE:
                 continue  # it has no key of ours
             try:
-                self._keys.allow_again(intended.intent_id)
+                self._keys.allow_again(intended.intent_id, intended.worker_key if job.run_since else "")
             except AuthError as error:
                 if (
                     job.job_id
@@ -481,6 +486,8 @@ class Harvester:
             view, router.leases(), router.lives(), router.condemned(), self._clock()
         )
         self._report(output.records, output.gone)
+        for intent_id in output.changed:
+            self._keys.changed(intent_id)
         await self._explain(output.failed_starts)
         self._observed(view)
         if poll is PollKind.JOBS:
@@ -644,6 +651,8 @@ class Harvester:
                     await self._thread.call(self.cluster.cancel, job_ids)
                 case ReleaseJob(waiting, node):
                     await self._thread.call(self.cluster.release, waiting, node)
+                case ChangeKey(intent_id):
+                    await self._write_key(intent_id)
                 case SubmitJob(intent_id, action):
                     job_id = await self._submit(intent_id, action)
         except ClusterError as error:
@@ -672,6 +681,20 @@ class Harvester:
         intent_id = intent_name(self._token())
         return intent_id, self._keys.mint(run, intent_id) if run else ""
 
+    def _mint_again(self, run: str, intent_id: str) -> str:
+        return self._keys.mint(run, intent_id)
+
+    async def _write_key(self, intent_id: str) -> None:
+        """Let the holder of the pair that was minted last in, once its file is there. Raises `ClusterError`."""
+        try:
+            await self._thread.call(self._keys.write, intent_id)
+        except OSError as error:
+            raise ClusterError(f"its key file cannot be written: {error}") from error
+        except ClusterError as error:
+            # Also no answer is a refusal: sbatch never ran, and there is no job to look for.
+            raise ClusterError(f"its key cannot be written: {error.cause}", error.remedy) from error
+        self._keys.allow(intent_id)
+
     async def _submit(self, intent_id: str, action: Submit) -> int:
         """The key file is there before its job, and the key is let in before its worker comes."""
         assert self._poller.info is not None  # a job is submitted on a view
@@ -684,14 +707,7 @@ class Harvester:
             submit = partial(self.cluster.submit, spec)
             if action.environment:
                 return await self._thread.call(submit)
-        try:
-            await self._thread.call(self._keys.write, intent_id)
-        except OSError as error:
-            raise ClusterError(f"its key file cannot be written: {error}") from error
-        except ClusterError as error:
-            # Also no answer is a refusal: sbatch never ran, and there is no job to look for.
-            raise ClusterError(f"its key cannot be written: {error.cause}", error.remedy) from error
-        self._keys.allow(intent_id)
+        await self._write_key(intent_id)
         return await self._thread.call(submit)
 
     def _read_template(self, config: DaemonConfig) -> str:

@@ -43,6 +43,7 @@ from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Caps,
+    HandsRules,
     HarvestDecision,
     HarvestLimits,
     Headroom,
@@ -177,10 +178,18 @@ def limits_of(
         owners=owner_rules(config.owners),
         blackouts=blackouts(harvest, now),
         division=division_rules(harvest),
+        hands=hands_rules(harvest),
         user=user,
         stale_s=stale_s(config),
         drain_notice_s=drain_notice_s,
     )
+
+
+def hands_rules(harvest: HarvestSection) -> HandsRules | None:
+    """None: no engine changes hands. All jobs of a daemon are one Unix user's; whom Slurm accounts them to may be each run's owner."""
+    if not harvest.change_hands:
+        return None
+    return HandsRules(by_owner="{owner}" in harvest.account or "{owner}" in harvest.wckey)
 
 
 def division_rules(harvest: HarvestSection) -> DivisionRules | None:

@@ -7,6 +7,7 @@
 
         orphaned jobs         those of intents that the ledger does not have open are cancelled
         DrainAllocated        an event to the router; Slurm hears nothing of it
+        ChangeHands           its new run durable -> its new key in place -> an event to the router; Slurm hears nothing of it
         CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
         Submit                intent durable -> submitted
@@ -38,6 +39,7 @@ from scavenger.harvest.decide.actions import (
     Action,
     Cancel,
     CancelPending,
+    ChangeHands,
     DrainAllocated,
     DrainKind,
     HarvestCode,
@@ -56,7 +58,13 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, EnvironmentDemand, within_owners
 from scavenger.policy.idle_gpus import Idling
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import CondemnedEngine, IntentRevoked, RouterEvent, WorkerLife
+from scavenger.router.core.events import (
+    CondemnedEngine,
+    IntentHandedOver,
+    IntentRevoked,
+    RouterEvent,
+    WorkerLife,
+)
 
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
 #: For each connected worker, by intent: how many samples it generates, and since when it has none (Unix s).
@@ -105,7 +113,15 @@ class SubmitJob:
     action: Submit
 
 
-Command = Report | Commit | Confirm | CancelJobs | ReleaseJob | SubmitJob
+@dataclass(frozen=True, slots=True)
+class ChangeKey:
+    """Put the pair that was minted for the job's new run where its engine reads it, and let its holder in. The old one stays let in until
+    the engine is there under the new one."""
+
+    intent_id: str
+
+
+Command = Report | Commit | Confirm | CancelJobs | ReleaseJob | SubmitJob | ChangeKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +151,16 @@ def resume(procedure: Procedure[object], outcome: Outcome | None) -> Command | N
 
 
 class HarvestSession:
-    """See the module. `mint` names a new intent of a run and makes its engine's key: (run) -> (intent, public key); for "" none is made."""
+    """See the module. `mint` names a new intent of a run and makes its engine's key: (run) -> (intent, public key); for "" none is made.
+    `mint_again` makes another key for an intent that goes on for another run: (run, intent) -> public key."""
 
-    def __init__(self, rules: TrackerRules, mint: Callable[[str], tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        rules: TrackerRules,
+        mint: Callable[[str], tuple[str, str]],
+        mint_again: Callable[[str, str], str] = lambda _run, _intent: "",
+    ) -> None:
+        self._mint_again = mint_again
         self.tracker = Tracker(rules)
         #: Jobs of environment workers: their ends say nothing of nodes and of engines.
         self.environments = Tracker(rules)
@@ -239,6 +262,9 @@ class HarvestSession:
             limits = replace(limits, idle=self.idling.known(min_expected_life, now))
         if limits.division is not None:
             limits = replace(limits, waiting_since=self._waiting(demand, now))
+        if limits.hands is not None:
+            switch_s, start_s = self.tracker.predicted_s(now)
+            limits = replace(limits, hands=replace(limits.hands, switch_s=switch_s, start_s=start_s))
         if not self.steers:
             limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
         view = _without(view, self.environments)  # where one of them waits, no other user is about to begin
@@ -329,6 +355,9 @@ class HarvestSession:
                 now = (yield self.drain(action, inputs, now)).now
         cancels = [action for action in decision.actions if isinstance(action, CancelPending | Cancel)]
         now = yield from self.cancel(cancels, inputs, now)
+        for action in decision.actions:
+            if isinstance(action, ChangeHands):
+                now = yield from self._change_hands(action, inputs, now)
         starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
         for number, action in enumerate(starts):
             if number:
@@ -348,6 +377,30 @@ class HarvestSession:
             [_decided(action, action.intent_id, inputs, now)],
             [IntentRevoked(action.intent_id, action.reason)],
         )
+
+    def _change_hands(self, action: ChangeHands, inputs: str, now: float) -> Procedure[float]:
+        """Have an engine go on for another run. Where that does not become durable, or its key does not get to it, all stays as it was.
+        Returns when it was done."""
+        one = self.tracker.intents[action.intent_id]
+        before, key_before = one.intended.run_id, one.intended.worker_key
+        public_key = self._mint_again(action.run, action.intent_id)
+        since = one.run_since or one.intended.at
+        changed = rec.JobChangedHands(action.intent_id, action.run_id, public_key, before, since, now)
+        outcome = yield Commit([changed, _decided(action, action.intent_id, inputs, now)])
+        why = "the ledger is stalled" if not outcome.done else ""
+        if not why:
+            outcome = yield ChangeKey(action.intent_id)
+            why = outcome.error.cause if outcome.error is not None else ""
+        if why:
+            at = outcome.now
+            undone = rec.JobChangedHands(action.intent_id, before, key_before, action.run_id, now, at)
+            event = rec.Event("hands_not_changed", before, action.intent_id, why, "{}", at)
+            yield Report([undone, event])
+            one.run_since = at
+            return at
+        self.tracker.changes_hands(action.intent_id, action.run_id, public_key, now)
+        order = IntentHandedOver(action.intent_id, public_key, action.reason)
+        return (yield Report([], [order])).now
 
     def cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str, now: float) -> Procedure[float]:
         """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up. Returns when it was done."""
@@ -467,6 +520,7 @@ def _decided(
         CancelPending: "cancel_pending",
         DrainAllocated: "drain",
         Cancel: "cancel",
+        ChangeHands: "change_hands",
     }
     return rec.Decision(policy, names[type(action)], intent_id, action.reason, inputs, now, action.code)
 

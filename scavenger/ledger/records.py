@@ -431,6 +431,17 @@ class JobIntended(Record, frozen=True):
     kind: str = "engine"
 
 
+class JobChangedHands(Record, frozen=True):
+    """The job's engine works for `run_id` from `at` on. It worked for `run_before` since `since`. `worker_key`: its new public key."""
+
+    intent_id: str
+    run_id: int
+    worker_key: str
+    run_before: int
+    since: float
+    at: float
+
+
 class JobSubmitted(Record, frozen=True):
     intent_id: str
     job_id: int
@@ -744,6 +755,7 @@ class OpenIntent(msgspec.Struct, frozen=True):
     free_since: float = 0.0
     lives: tuple[EngineLife, ...] = ()
     polled_at: float = 0.0  # Unix s, the last poll of the whole cluster, at which an open allocation was one
+    run_since: float = 0.0  # Unix s, when its engine changed hands last; 0 = it never did
 
 
 class Snapshot(msgspec.Struct, frozen=True):

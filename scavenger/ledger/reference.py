@@ -57,6 +57,19 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
         "answer_bytes": "Bytes of `tool_calls.answer`; null while no answer is known.",
     },
     "v_cluster_polls": {"day": "Days since 1970 in UTC; joins `v_days`."},
+    "v_allocation_runs": {
+        "intent_id": "Its job in `v_jobs`.",
+        "restart_count": "How often Slurm had requeued the job before: with `intent_id` the allocation.",
+        "job_id": "Slurm's job id.",
+        "node": "As in `gpu_allocations`.",
+        "gpus": "GPUs on all of its nodes.",
+        "run_id": "The run that its engine worked for; 0: not known.",
+        "started_at": "When the allocation began, or its engine changed hands.",
+        "ended_at": "When it ended, or its engine changed hands again; null while it lasts.",
+        "reason": "As in `gpu_allocations`; `handed over` where it went on for another run.",
+        "since_at": "Workers of this run that registered from then on are this part's; 0: from the start.",
+        "until_at": "And before then; null: all.",
+    },
     "v_now": {"unix_s": "The ledger's last commit: what reports take for now.", "utc": "The same to read."},
     "v_days": {
         "day": "Days since 1970.",
@@ -110,6 +123,7 @@ COMPUTED: Mapping[str, Mapping[str, str]] = {
 }
 #: What a row of a view is that is no table's, or is not one row of its table.
 ROWS: Mapping[str, str] = {
+    "v_allocation_runs": "one allocation, as far as it worked for one run: the parts of those whose engine changed hands",
     "v_now": "the ledger's last commit; one row",
     "v_days": "one day in UTC, 1970 to 2099",
     "v_episode_turns": "one sample of a turn, with tokens and seconds; of an open sample the later seconds are null",

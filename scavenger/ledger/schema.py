@@ -589,6 +589,18 @@ gpu_allocations = Table(
     **_row("one allocation of GPUs to such a job: `(intent_id, restart_count)` names it"),
 )
 
+job_runs = Table(
+    "job_runs",
+    metadata,
+    _counted(),
+    _text("intent_id", "The job in `jobs`, whose `run_id` is the run that it works for now."),
+    _int("run_id", "The run that it worked for before."),
+    _time("since_at", "From when on: its intent, or its change of hands before."),
+    _time("until_at", "When it changed hands."),
+    Index("ix_job_runs_intent", "intent_id"),
+    **_row("one run that such a job worked for until its engine changed hands"),
+)
+
 cluster_polls = Table(
     "cluster_polls",
     metadata,

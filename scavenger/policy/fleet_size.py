@@ -230,7 +230,8 @@ class Demand:
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
     where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
     `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, draining ones counted; None: no limit. `encrypts`: its weights
-    travel encrypted.
+    travel encrypted. `hands`: names everything that its engines are built from, by which engines of two runs may change hands; "": its
+    engines never do.
     """
 
     run_id: int
@@ -244,6 +245,7 @@ class Demand:
     owner_gpus: int | None = None
     nodes_per_engine: int = 1
     encrypts: bool = False
+    hands: str = ""
 
     @property
     def gpus(self) -> int:

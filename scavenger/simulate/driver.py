@@ -178,7 +178,9 @@ class _RunOnSite:
             if str(number) not in there:
                 self._start_reserved(number)
 
-    def start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
+    def start_harvested(
+        self, number: int, intent_id: str, incarnation: int, node: str, forget_s: float | None
+    ) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
         identity = PeerIdentity("worker", f"key-{intent_id}", self.spec.name, intent_id)
         load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
@@ -198,6 +200,10 @@ class _RunOnSite:
             whole_groups=self._policy.whole_groups,
         )
         # By job and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
+        if forget_s is not None:
+            warm_at = self._sim.now + forget_s
+            self._sim.at(warm_at, lambda: engine.register(warm_at) if engine.alive else None)
+            return engine
         draws = self._site.streams.stream("start", f"intent-{number:06}", incarnation)
         start = scenario.cold_start.draw(draws, 0.0)
         built_at = self._sim.now + start.total_s
@@ -280,7 +286,12 @@ class _SimulatedSite:
         )
         self._runs = {run.name: _RunOnSite(self, run) for run in runs}
         self.slurm = VirtualSlurm(
-            self.sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
+            self.sim,
+            scenario.fleet,
+            self._start_harvested,
+            scenario.schedule_s,
+            scenario.requeue_s,
+            division.forget_s if division is not None else 0.0,
         )
         self._harvest = any(run.policy.harvest for run in runs)
         self._harvester = SimHarvester(
@@ -316,9 +327,9 @@ class _SimulatedSite:
             self._progress(self.sim.now, sum(len(run.steps) for run in self._runs.values()))
 
     def _start_harvested(
-        self, number: int, intent_id: str, incarnation: int, node: str, run: str
+        self, number: int, intent_id: str, incarnation: int, node: str, run: str, forget_s: float | None
     ) -> SimEngine:
-        return self._runs[run].start_harvested(number, intent_id, incarnation, node)
+        return self._runs[run].start_harvested(number, intent_id, incarnation, node, forget_s)
 
     # ---------------------------------------------------------------- what goes on all the time
 

@@ -40,7 +40,8 @@ class StepOutcome:
 class EngineOutcome:
     """One incarnation of a harvested engine. It held its GPUs from `start_s` to `end_s`. `ready_s` -1: never ready.
 
-    `tokens`: that it made, whatever became of them. `why`: "preempted", "given back", "running" (at the simulation's end). `run`: whose.
+    `tokens`: that it made, whatever became of them. `why`: "preempted", "given back", "handed over" (it went on for another run),
+    "running" (at the simulation's end). `run`: whose.
     """
 
     node: str

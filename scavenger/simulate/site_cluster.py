@@ -30,6 +30,7 @@ from scavenger.errors import SimulationError
 from scavenger.harvest.decide.actions import (
     Caps,
     DrainKind,
+    HandsRules,
     HarvestCode,
     HarvestLimits,
     JobPlacement,
@@ -71,8 +72,9 @@ _LISTED_S = 300.0
 #: However quiet it is, for how long GPUs are idle is told so often: a small part of `idle_gpus.PIECE_S`.
 _QUIET_S = 60.0
 
-#: Make an engine for (job's number, intent, incarnation, node, run); it is told when it is built.
-StartEngine = Callable[[int, str, int, str, str], SimEngine]
+#: Make an engine for (job's number, intent, incarnation, node, run, seconds until it registers, where its process worked for another run
+#: before; None: it is a new one's); it is told when it is built.
+StartEngine = Callable[[int, str, int, str, str, float | None], SimEngine]
 
 
 @dataclass(slots=True)
@@ -103,8 +105,15 @@ class VirtualSlurm:
     """See the module. `engines` lists every incarnation that ended, `levels` who held what. `changed` is for its reader to clear."""
 
     def __init__(
-        self, sim: Simulation, fleet: FleetTrace, start: StartEngine, schedule_s: float, requeue_s: float
+        self,
+        sim: Simulation,
+        fleet: FleetTrace,
+        start: StartEngine,
+        schedule_s: float,
+        requeue_s: float,
+        forget_s: float = 0.0,
     ) -> None:
+        self._forget_s = forget_s
         self._sim, self._fleet, self._start_engine = sim, fleet, start
         self._schedule_s, self._requeue_s = schedule_s, requeue_s
         self._idle = dict(fleet.initial)  # what other users leave
@@ -175,9 +184,14 @@ class VirtualSlurm:
         job.engine.shut_down(f"the job was {why}")  # calls `left`
 
     def left(self, engine: SimEngine) -> None:
-        """An engine's process ended: its job is requeued if it was preempted, and over otherwise."""
+        """An engine's process ended: its job is requeued if it was preempted, and over otherwise; or it goes on for another run."""
         job = next(job for job in self._jobs.values() if job.engine is engine)
         now, ending = self._sim.now, job.ending
+        if engine.handed_to and not ending:
+            self._end_allocation(job, "handed over")
+            job.run = engine.handed_to
+            self._begin(job, self._forget_s)
+            return
         self._end_allocation(job, ending or "given back")
         if ending == "preempted":
             job.state, job.ending, job.node, job.restarts = JobState.PENDING, "", "", job.restarts + 1
@@ -241,13 +255,18 @@ class VirtualSlurm:
             self._schedule_in(min(later) - self._sim.now)
 
     def _start(self, job: _Job, node: str) -> None:
-        job.state, job.node, job.start_s = JobState.RUNNING, node, self._sim.now
+        job.state, job.node = JobState.RUNNING, node
+        self._begin(job, None)
+
+    def _begin(self, job: _Job, forget_s: float | None) -> None:
+        """Its engine takes its GPUs."""
+        node, job.start_s = job.node, self._sim.now
         self._used[node] += job.gpus
         if self._used[node] > self._idle[node]:
             raise SimulationError(
                 f"node {node} has {self._idle[node]} idle GPUs and ours hold {self._used[node]}"
             )
-        job.engine = self._start_engine(job.job_id, job.name, job.restarts, node, job.run)
+        job.engine = self._start_engine(job.job_id, job.name, job.restarts, node, job.run, forget_s)
         self._note()
 
     # ---------------------------------------------------------------- squeue, scontrol show
@@ -291,11 +310,13 @@ class VirtualSlurm:
 @dataclass(frozen=True, slots=True)
 class SimulatedDivision:
     """How runs share a fleet. `rules`: by value; None: by shares (`owners`), where nobody gives up what it has. `first_come`: who was there
-    first is served first, in full; the others start nothing before."""
+    first is served first, in full; the others start nothing before. `hands`: engines change hands, and register `forget_s` later."""
 
     rules: DivisionRules | None = None
     owners: tuple[OwnerRule, ...] = ()
     first_come: bool = False
+    hands: HandsRules | None = None
+    forget_s: float = 2.0
 
 
 def in_order(demand: Sequence[Demand], have: Mapping[int, int]) -> list[Demand]:
@@ -326,10 +347,17 @@ class SimHarvester:
         self._limits = HarvestLimits(
             PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else JobPlacement()
         )
-        self._limits = replace(self._limits, division=self._division.rules, owners=self._division.owners)
+        self._limits = replace(
+            self._limits,
+            division=self._division.rules,
+            owners=self._division.owners,
+            hands=self._division.hands,
+        )
         self._min_expected_life = _LIVE.min_expected_life if start_benefits else None
         self._session = HarvestSession(
-            TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH), self._mint
+            TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH),
+            self._mint,
+            lambda run, _intent: run,  # no key is needed here: an engine goes on for the run that it is told
         )
         self._waits = False  # a job of ours, or a demand for GPUs to be old enough: what was decided may be another with time alone
         self._polled_at = -math.inf

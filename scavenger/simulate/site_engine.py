@@ -20,6 +20,7 @@ import msgspec
 from scavenger.errors import SimulationError
 from scavenger.protocol.messages import (
     Assign,
+    ChangeRun,
     Drain,
     Message,
     SampleKey,
@@ -160,6 +161,7 @@ class SimEngine:
         self._timer: Timer | None = None
         self._busy_since: float | None = None
         self.alive = True
+        self.handed_to = ""  # the run for which its process goes on when it has ended
         self.lost = 0
         self.tokens = 0
         self.busy_s = 0.0
@@ -223,7 +225,7 @@ class SimEngine:
             case Yield(leases=leases):
                 found = (self._session.work.leases.find(*name) for name in leases)
                 self._give([held.handle for held in found if held is not None])
-            case Sleep() | Drain():
+            case Sleep() | Drain() | ChangeRun():
                 self._give_all()
                 self._cached.clear()
         self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
@@ -267,7 +269,8 @@ class SimEngine:
                     self._tell(worker.Slept(order, 0))
                 case worker.WakeEngine(order=order):
                     self._wake_up(order)
-                case worker.EndWorker():
+                case worker.EndWorker(hands_to=run):
+                    self.handed_to = run
                     self._end()
                 case worker.Connect():
                     raise SimulationError(f"the engine on {self.node} lost its daemon, and none is lost here")

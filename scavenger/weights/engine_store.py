@@ -233,6 +233,12 @@ class Store:
             self._source.close()
             self._source = None
 
+    def forget(self) -> None:
+        """Let go of every byte that it holds, once it is closed: the process goes on for another run."""
+        self._complete, self._served, self._pull, self._more = {}, {}, None, None
+        self._pool, self._relay = MemoryPool(most=1), Chains(RELAYED_STEPS)
+        self.rates, self.chosen = RateBook(), ""
+
     # ---------------------------------------------------------------- serving
 
     def _keep(self, manifest: Manifest, buffer: Buffer, weights: messages.UseWeights) -> Buffer:

@@ -209,6 +209,13 @@ INSERT INTO jobs (intent_id, run_id, partition, gpus, worker_key, intended_at, j
 VALUES (:p_intent_id, :p_run_id, :p_partition, :p_gpus, :p_worker_key, :p_at, 0, '', '', '', '', 0, :p_pinned, :p_nodes,
     :p_cluster, :p_kind);
 
+-- JobChangedHands
+INSERT INTO job_runs (intent_id, run_id, since_at, until_at)
+VALUES (:p_intent_id, :p_run_before, :p_since, :p_at);
+UPDATE jobs
+SET run_id=:p_run_id, worker_key=:p_worker_key
+WHERE jobs.intent_id = :p_intent_id;
+
 -- JobSubmitted
 UPDATE jobs
 SET job_id=:p_job_id, submitted_at=:p_at

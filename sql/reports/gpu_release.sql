@@ -1,5 +1,5 @@
 -- How long did each lost engine keep its GPUs after its last tokens, and did it leave by itself (notice) or was it killed (none)?
--- An engine that was given up for lost and came back to the same GPUs is there once, as it left in the end.
+-- An engine that was given up for lost and came back to the same GPUs, or went on for another run, is there once, as it left in the end.
 WITH last_tokens AS (SELECT worker_id, max(at) AS at FROM v_chunks GROUP BY worker_id)
 SELECT w.worker_id, w.job_id, w.node, CASE WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, h.reason AS allocation_end_reason,
        CAST(COALESCE(k.at, w.joined_at) AS double precision) AS last_tokens_unix_s,

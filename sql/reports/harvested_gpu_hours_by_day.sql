@@ -2,10 +2,9 @@
 -- "Now" is the ledger's last commit. The user is the name under which the run's owner was enrolled, or the owner's public key.
 WITH spans AS (
     SELECT h.node, h.gpus, COALESCE(r.owner, '') AS owner, h.started_at, COALESCE(h.ended_at, n.unix_s, h.started_at) AS ended_at
-    FROM v_gpu_allocations h
+    FROM v_allocation_runs h
     CROSS JOIN v_now n
-    LEFT JOIN v_jobs j ON j.intent_id = h.intent_id
-    LEFT JOIN v_runs r ON r.run_id = j.run_id
+    LEFT JOIN v_runs r ON r.run_id = h.run_id
 ),
 days AS MATERIALIZED (
     SELECT * FROM v_days

@@ -10,4 +10,7 @@ JOIN v_runs r ON r.run_id = w.run_id
 LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
 LEFT JOIN (SELECT worker_id, max(regenerated) AS most FROM v_leases GROUP BY worker_id) l ON l.worker_id = w.worker_id
 WHERE w.kind = 'harvested' AND w.left_at IS NOT NULL AND COALESCE(h.reason, '') NOT IN ('cancelled', 'completed', 'requeued')
+  -- one that went on for another run was not lost
+  AND NOT EXISTS (SELECT 1 FROM v_workers x WHERE x.intent_id = w.intent_id AND x.incarnation = w.incarnation AND x.run_id <> w.run_id
+                  AND x.worker_id > w.worker_id)
 ORDER BY w.left_at, w.worker_id;

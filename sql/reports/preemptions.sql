@@ -1,6 +1,6 @@
 -- Which harvested jobs lost their GPUs, with notice or none, and what became of the tokens in flight?
 -- One row for each allocation that neither we nor the job itself ended; "salvaged" tokens went on elsewhere, "regenerated" ones were lost.
--- An engine that was given up for lost and came back is two workers of one allocation: the row has the last one's word.
+-- An engine that was given up for lost and came back, or went on for another run, is two workers of one allocation: the row has the last one's word.
 SELECT CAST(h.ended_at AS bigint) AS ended_unix_s, h.job_id, h.restart_count, h.node, h.gpus, h.reason,
        CASE WHEN w.worker_id IS NULL THEN 'no engine yet' WHEN w.notice IS NULL THEN 'unknown' WHEN w.notice THEN 'notice'
             ELSE 'none' END AS notice,

@@ -1,16 +1,17 @@
 -- What did each run cost: reserved and harvested GPU-hours, how much of them brought no token, and what came of it?
 -- Reserved: the GPUs of the run's training jobs as Slurm showed them, from start to end; of a trainer that is no Slurm job, or was not seen,
 -- those of its reserved engines while they were registered ("reserved_from" says which). Runs that name one job share its GPUs equally;
--- what a daemon recorded anew, after one that did not harvest, counts once. Harvested: the allocations of its engines' jobs;
+-- what a daemon recorded anew, after one that did not harvest, counts once. Harvested: the allocations of its engines' jobs, as far as they worked for it;
 -- wasted: those that ended without a token (report wasted_starts). What is open counts up to the ledger's last commit. Steps are
 -- training steps that survive; tokens are all that were accepted, regenerated ones those that were lost and generated again.
 WITH brought AS (
-    SELECT w.run_id, w.kind, w.intent_id, w.incarnation, sum(CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len) AS tokens,
+    SELECT w.run_id, w.kind, w.intent_id, w.incarnation, w.joined_at,
+           sum(CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len) AS tokens,
            sum(l.regenerated) AS regenerated
     FROM v_workers w
     JOIN v_leases l ON l.worker_id = w.worker_id
     JOIN v_samples s ON s.sample_id = l.sample_id
-    GROUP BY w.run_id, w.kind, w.intent_id, w.incarnation
+    GROUP BY w.worker_id, w.run_id, w.kind, w.intent_id, w.incarnation, w.joined_at
 ),
 tokens AS (
     SELECT run_id, sum(CASE WHEN kind = 'harvested' THEN tokens ELSE 0 END) AS harvested,
@@ -19,12 +20,13 @@ tokens AS (
     GROUP BY run_id
 ),
 spent AS (
-    SELECT j.run_id, h.gpus * (COALESCE(h.ended_at, n.unix_s, h.started_at) - h.started_at) AS gpu_s,
-           CASE WHEN h.ended_at IS NOT NULL AND COALESCE(b.tokens, 0) = 0 THEN 1 ELSE 0 END AS wasted
-    FROM v_gpu_allocations h
-    JOIN v_jobs j ON j.intent_id = h.intent_id
+    SELECT h.run_id, h.gpus * (COALESCE(h.ended_at, n.unix_s, h.started_at) - h.started_at) AS gpu_s,
+           CASE WHEN h.ended_at IS NOT NULL AND COALESCE(sum(b.tokens), 0) = 0 THEN 1 ELSE 0 END AS wasted
+    FROM v_allocation_runs h
     CROSS JOIN v_now n
-    LEFT JOIN brought b ON b.kind = 'harvested' AND b.intent_id = h.intent_id AND b.incarnation = h.restart_count
+    LEFT JOIN brought b ON b.kind = 'harvested' AND b.intent_id = h.intent_id AND b.incarnation = h.restart_count AND b.run_id = h.run_id
+         AND b.joined_at >= h.since_at AND (h.until_at IS NULL OR b.joined_at < h.until_at)
+    GROUP BY h.intent_id, h.restart_count, h.run_id, h.gpus, h.started_at, h.ended_at, n.unix_s
 ),
 harvested AS (SELECT run_id, count(*) AS allocations, sum(gpu_s) AS gpu_s, sum(wasted * gpu_s) AS wasted_gpu_s FROM spent GROUP BY run_id),
 sharing AS (SELECT job_id, started_at, count(DISTINCT run_id) AS runs FROM v_training_jobs GROUP BY job_id, started_at),

@@ -153,6 +153,7 @@ def epilogue() -> list[r.Record]:
         *consumed(attempt=2, at=T0 + 21),
         r.DifferencesRecorded(11, 1, 2, 9, 0.5, apart(9)),
         r.CheckpointRecorded(1, 1, 3, b"root3", "/ckpt/1", T0 + 22),
+        r.JobChangedHands("i0", 1, "key0", 1, T0, T0 + 22),  # of a job that a restored ledger does not have
         r.JobEnded("i1", "CANCELLED", "no demand", T0 + 23),
         r.WorkerLeft(2, "drained", True, 0, 0, 0, T0 + 23),
         r.RunEnded(1, "finished", "", T0 + 24),

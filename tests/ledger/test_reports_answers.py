@@ -13,6 +13,7 @@ from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.decide.actions import BlackoutTime, OwnerRule
 from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision, HarvestLimits, OurJob, decide
 from scavenger.ledger import records as r
+from scavenger.ledger.read.reader import read_snapshot
 from scavenger.ledger.store import open_engine
 from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
@@ -199,6 +200,72 @@ def test_gpu_hours_are_told_by_user(url: str) -> None:
         (DAY, "n5", "KEY-B", 1, 1),
         (DAY, "n5", "ada", 4, 2.0333),
     ]
+
+
+def changed_hands() -> list[list[r.Record]]:
+    """An engine of run 1 works for run 2 after 600 s, and for run 1 again after 900 s; its job is preempted after 1800 s. The first part
+    brought a token, the others none."""
+    i5 = held("i5", 1, 0, 1800)
+    return [
+        [run(1, "sorting", "KEY-A"), run(2, "adding", "KEY-B")],
+        [r.VersionPublished(n, 1, 0, 1, b"root1", b"m", 1, T0) for n in (1, 2)],
+        i5[:-1],
+        [
+            engine(1, "i5", "n5"),
+            group(10, 11, 1, 1, 1),
+            r.LeaseGranted(11, 1, 1, 1, 0, T0 + 10),
+            chunk(11, 1, 0, 1, 1, at=T0 + 11),
+            r.LeaseEnded(11, 1, "handed over", 1, 0, T0 + 600),
+            r.WorkerLeft(1, "run adding gains more", False, 1, 1, 0, T0 + 600),
+            r.JobChangedHands("i5", 2, "key2", 1, T0, T0 + 600),
+            engine(2, "i5", "n5", run_id=2),
+        ],
+        [
+            r.WorkerLeft(2, "run sorting gains more", False, 0, 0, 0, T0 + 900),
+            r.JobChangedHands("i5", 1, "key3", 2, T0 + 600, T0 + 900),
+            engine(3, "i5", "n5"),
+            r.WorkerLeft(3, "SIGTERM", True, 0, 0, 0, T0 + 1799),
+            i5[-1],
+        ],
+    ]
+
+
+def test_gpu_hours_of_an_engine_that_changed_hands_are_each_run_s_own(url: str) -> None:
+    written_until(url, changed_hands(), T0 + 3600)
+    columns = ("owner", "run", "allocations", "gpu_hours", "wasted_gpu_hours", "tokens")
+    assert picked(answers(url, "harvested_gpu_hours_by_user"), *columns) == [
+        ("KEY-A", "sorting", 2, 0.4167, 0.25, 1),
+        ("KEY-B", "adding", 1, 0.0833, 0.0833, 0),
+    ]
+    days = answers(url, "harvested_gpu_hours_by_day")
+    assert picked(days, "owner", "allocations", "gpu_hours") == [("KEY-A", 2, 0.4167), ("KEY-B", 1, 0.0833)]
+    cost = answers(url, "run_cost")
+    assert picked(cost, "run", "harvested_gpu_hours", "wasted_gpu_hours", "harvested_tokens") == [
+        ("sorting", 0.4167, 0.25, 1),
+        ("adding", 0.0833, 0.0833, 0),
+    ]
+    assert picked(answers(url, "harvested_gpu_hours_by_account"), "owner", "gpu_hours") == [
+        ("KEY-A", 0.4167),
+        ("KEY-B", 0.0833),
+    ]
+
+
+def test_only_the_last_engine_of_a_job_that_changed_hands_was_lost(url: str) -> None:
+    written_until(url, changed_hands(), T0 + 3600)
+    assert picked(answers(url, "lost_engines"), "worker_id", "run", "notice") == [(3, "sorting", "notice")]
+    assert picked(answers(url, "preemptions"), "job_id", "notice") == [(705, "notice")]
+    assert picked(answers(url, "lost_engines_by_cause"), "allocation_end_reason", "engines") == [
+        ("preempted", 1)
+    ]
+    assert picked(answers(url, "gpu_release"), "worker_id") == [(3,)]
+
+
+def test_a_restarted_daemon_knows_for_whom_a_job_works_and_since_when(url: str) -> None:
+    written(url, changed_hands()[:-1])
+    opened = open_engine(url)
+    [found] = [one for one in read_snapshot(opened).jobs if one.intended.intent_id == "i5"]
+    opened.dispose()
+    assert (found.intended.run_id, found.intended.worker_key, found.run_since) == (2, "key2", T0 + 600)
 
 
 def test_gpu_hours_are_told_by_user_and_account(url: str) -> None:
@@ -422,6 +489,7 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
         HarvestCode.FRESH,
         HarvestCode.STANDBY,
         HarvestCode.DIVISION,
+        HarvestCode.HANDED_OVER,
         HarvestCode.MAX_ENVIRONMENTS,  # of environment workers, which take no GPU
     }
     assert {decision.code for decision, _ in REASONS} == set(HarvestCode) - acting

@@ -55,6 +55,7 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
         "jobs": 1,
         "job_states": 3,
         "gpu_allocations": 1,
+        "job_runs": 1,
         "cluster_polls": 1,
         "decisions": 1,
         "events": 1,

@@ -110,6 +110,10 @@ class Scripted:
     async def hear(self, news: HearSiblings) -> None:
         self.heard.append(news)
 
+    async def forget(self, run: str) -> None:
+        self.requests.clear()
+        self.calls.append(f"forget for {run}")
+
     async def close(self) -> None:
         self.calls.append("close")
 

@@ -23,8 +23,9 @@ from scavenger.router.core.transitions import (
 #: Where one event may bring a worker, by one step of the core's table or by several. "-": not there.
 WITHIN_ONE_EVENT: dict[str, tuple[str, ...]] = {
     "-": ("loading", "ready", "falling-asleep", "asleep", "draining", "away"),
-    "loading": ("ready", "falling-asleep", "draining", "-"),
-    "ready": ("loading", "falling-asleep", "draining", "-"),
+    "loading": ("ready", "falling-asleep", "draining", "handing-over", "-"),
+    "ready": ("loading", "falling-asleep", "draining", "handing-over", "-"),
+    "handing-over": ("draining", "-"),
     "falling-asleep": ("asleep", "loading", "ready", "draining", "-"),
     "asleep": ("loading", "ready", "draining", "-"),
     "draining": ("-",),
@@ -69,6 +70,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         ),
         ("worker ready", "worker loading", "worker away", "worker unknown"),
     ),
+    "changes hands": ("worker loading", "worker ready"),
     "old chunks again": (
         "worker ready",
         "worker loading",
@@ -176,6 +178,7 @@ EXCUSED: dict[str, str] = {
     **dict.fromkeys(
         ("trainer killed", "second trainer", "trainer connects again"), "nothing follows a run that is over"
     ),
+    "changes hands": f"the daemon orders it of engines that load or generate; {_SELDOM}",
     "old chunks again": f"an engine that sleeps; {_SELDOM}",
     "load fails": f"a load is under way where the daemon waits for it; {_SELDOM}",
     "resumed from an older checkpoint": "counted where it happens: when a trainer begins",

@@ -322,6 +322,11 @@ def kv_loaded_unverified(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(blocks, "fault", lambda _found, _expected: "")
 
 
+def engine_of_two_runs(patch: pytest.MonkeyPatch) -> None:
+    """An engine registers for another run, and the one that it left still counts on it: its goodbye was lost."""
+    patch.setattr(registration, "_left_for_this", lambda _worker, _identity, _run: False)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
@@ -377,6 +382,7 @@ PLANTS: dict[str, Planted] = {
         Planted(blamed_on_another, "was set aside and is healthy"),
         Planted(draft_accepted_unverified, "others. tokens were accepted", (40, 82, 89)),
         Planted(kv_loaded_unverified, "others. tokens were accepted", (18, 60)),
+        Planted(engine_of_two_runs, "works for two runs", (262,)),
         Planted(delivered_in_half, "delivered with other tokens than the ledger"),
     )
 }

@@ -22,6 +22,8 @@ DRAFTS = 0.15
 WRONG_BLOCKS = 0.12
 #: Engines that are told to leave, beside the others, in such schedules.
 LEAVES = 0.03
+#: Engines that change hands, by op, in schedules in which any do.
+HANDS = 0.08
 
 
 class Failed(AssertionError):
@@ -43,6 +45,7 @@ def run(
     # Numbers of their own: what is drawn besides is the same with drafts and without.
     drafts = random.Random(-seed) if seed % 7 == 5 else None
     fates = random.Random(-seed) if seed % 7 == 4 else None
+    hands = random.Random(-seed) if seed % 7 == 3 else None
     with cover.watching():
         try:
             begin, trouble = opening(rng), rng.choice((0.04, 0.08, 0.12, 0.2))
@@ -56,6 +59,8 @@ def run(
                     world.apply(["draft", drafts.choice(list(world.workers)), drafts.choice(list(FORGED))])
                 if fates is not None and world.workers:
                     _move_blocks(world, fates)
+                if hands is not None and world.incarnations:
+                    _change_hands(world, hands)
             world.make_calm(alone)
             for worker in world.workers.values():
                 world.note_drafts(worker)
@@ -75,6 +80,16 @@ def _move_blocks(world: World, rng: random.Random) -> None:
         world.apply(["term", rng.choice(busy)])
     elif roll < LEAVES + WRONG_BLOCKS:
         world.apply(["fate", name, rng.choice(FATES)])
+
+
+def _change_hands(world: World, rng: random.Random) -> None:
+    """An engine goes on for another run now and then; a part of them is asked to leave on the way."""
+    if rng.random() >= HANDS:
+        return
+    intent = rng.choice(list(world.incarnations))
+    world.apply(["hands", intent, rng.choice(sorted(world.campaigns))])
+    if rng.random() < 0.25:
+        world.apply(["revoke", intent])
 
 
 def play(log: list[Op], alone: bool = False, cover: Coverage | None = None) -> World:

@@ -174,6 +174,7 @@ class Site:
         self.trainers: dict[int, SimTrainer] = {}
         self.campaigns: dict[str, Campaign] = {}
         self.incarnations: dict[str, tuple[int, str, str]] = {}  # intent -> (newest incarnation, run, node)
+        self.rekeyed: dict[str, int] = {}  # intent -> the daemon that had it change hands last
         self.outage = self.spares = self.spawned = 0
         self.moves_kv = False
 

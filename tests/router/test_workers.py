@@ -72,7 +72,9 @@ def test_of_each_harvested_engine_it_is_known_when_it_was_heard_first_and_last_a
     bench.say(W1, Heartbeat((), 0, 1))
     heard_at = bench.now
     assert workers.lives(bench.router.core) == [
-        WorkerLife(intent, 0, bench.router.core.workers[1].node, joined_at, heard_at, here=True, ready=True)
+        WorkerLife(
+            intent, 0, bench.router.core.workers[1].node, joined_at, heard_at, here=True, ready=True, run_id=1
+        )
     ]
     bench.tick(13.0)
     [life] = workers.lives(bench.router.core)

@@ -7,9 +7,11 @@ may jump either way. Nothing here draws random numbers: `draw` does, `schedule` 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scavenger.protocol.messages import Call, Chunks, OpenRun, reserved_name
 from scavenger.protocol.worker import events as ev
-from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity
+from scavenger.router.core.events import IntentHandedOver, IntentRevoked, JobGone, PeerIdentity
 from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
@@ -19,6 +21,8 @@ from tests.router.harness import OWNER
 from tests.router.site import POISON, Op, Site
 from tests.router.trainers import Campaign, SimTrainer
 
+#: Between the names of the workers of one process that changes hands.
+HANDED = 100_000_000
 #: Half-seconds within which every run must have taken its next step once nothing disturbs: time to find out who is dead, and to work.
 CALM_MOMENTS = 120
 
@@ -65,6 +69,39 @@ class World(Site):
             else OWNER
         )
 
+    def on_hands(self, intent: str, run: str) -> None:
+        """A job's engine is to go on for another run: its key file is rewritten, and its worker told."""
+        if (
+            intent not in self.incarnations
+            or run not in self.campaigns
+            or self.incarnations[intent][1] == run
+        ):
+            return
+        self._intent_fault("changes hands", intent)
+        incarnation, _, node = self.incarnations[intent]
+        self.incarnations[intent] = (incarnation, run, node)
+        self.rekeyed[intent] = self.daemon.generation
+        self.daemon.handle(IntentHandedOver(intent, f"key of {run}", f"run {run} gains more"))
+
+    def _go_on(self, worker: SimWorker) -> None:
+        """Its process works for the run of its key file now, as a new worker that holds nothing."""
+        incarnation, run, _ = self.incarnations[worker.intent]
+        if incarnation != worker.identity.incarnation:
+            return  # its job was started again meanwhile: this process is a leftover
+        name = worker.name + HANDED
+        me = replace(worker.identity, run=run, session=f"s{name}", job_id=name)
+        again = SimWorker(name, me, worker.intent, self.daemon.now, self.cover.phase)
+        again.moves_kv, again.read = self.moves_kv, self.read_blocks
+        self.spawned += 1
+        again.spawned = self.spawned
+        self.workers[name] = again
+
+    def _is_over(self, worker: SimWorker) -> bool:
+        """Whether the key that it has is of a run that its process was to leave, and a later daemon lets in the new one only."""
+        if worker.intent not in self.incarnations or worker.run == self.incarnations[worker.intent][1]:
+            return False
+        return self.daemon.generation > self.rekeyed.get(worker.intent, self.daemon.generation)
+
     def on_do(self, name: int) -> None:
         """A worker's driver does the next thing that its session asked for; with nothing to do it looks at the clock."""
         worker = self.workers.get(name)
@@ -74,6 +111,8 @@ class World(Site):
             worker.feed(ev.WorkerTick())
         else:
             match worker.todo.popleft():
+                case ev.Connect() if self._is_over(worker):
+                    worker.feed(ev.KeyRefused("the daemon does not accept this worker's key"))
                 case ev.Connect():
                     worker.link = self.open_link(self._who(worker))
                     worker.feed(ev.Connected())
@@ -132,6 +171,8 @@ class World(Site):
         """A worker that left is over; what it sent last may still arrive."""
         if worker.left is not None and worker.name in self.workers:
             del self.workers[worker.name]
+            if worker.left.hands_to and worker.intent:
+                self._go_on(worker)
             self.note_drafts(worker)
             if worker.link is not None:
                 worker.link.old = True

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.fleet import jain, parts
 from scavenger.errors import ConfigError
-from scavenger.harvest.decide.actions import OwnerRule
+from scavenger.harvest.decide.actions import HandsRules, OwnerRule
 from scavenger.policy.division import DivisionRules
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import RunView, Standard
@@ -89,6 +89,19 @@ def test_alike_runs_get_gpus_by_the_shares_of_their_owners() -> None:
     owners = (OwnerRule("owner0", 7), OwnerRule("owner1", 3))
     large, small = played(replace(VALUE, owners=owners), 80.0, 80.0)
     assert gpus(large) / gpus(small) == pytest.approx(7 / 3, rel=0.15)
+
+
+def test_engines_that_change_hands_serve_the_other_run_sooner_than_new_ones() -> None:
+    """The second run comes late to a full fleet: its floor comes from the first one's engines, in the same jobs."""
+    (_, started), (first, handed) = (
+        played(replace(VALUE, hands=hands), 50.0, 50.0, comes_s=300.0) for hands in (None, HandsRules())
+    )
+    over = [engine for engine in first.engines if engine.why == "handed over"]
+    assert over
+    begun = {(engine.node, engine.start_s) for engine in handed.engines}
+    assert {(engine.node, engine.end_s) for engine in over} <= begun, "on the same GPUs, at once"
+    waits = [min(e.ready_s - e.start_s for e in out.engines if e.ready_s >= 0) for out in (handed, started)]
+    assert waits[0] < waits[1]
 
 
 def test_runs_of_one_name_are_refused() -> None:

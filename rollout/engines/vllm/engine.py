@@ -594,6 +594,35 @@ class VllmEngine:
         found: list[int] = await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S))
         return found
 
+    async def forget(self, run: str) -> None:
+        await self._end_streams()
+        if self._telling is not None:
+            self._telling.cancel()  # what it still tells is of the run's samples
+            await asyncio.gather(self._telling, return_exceptions=True)
+        await asyncio.gather(*self._letting_go, return_exceptions=True)
+        if self._asleep:
+            await self._call(self._llm.wake_up())
+        self._usable, self._asleep, self._pending = False, False, None
+        async with self._weights_lock:
+            await self._call(self._llm.pause_generation(mode="abort", clear_cache=True))
+            shapes = {names[0]: self._layout.shapes[names[0]] for names in self._layout.tied}
+            speculates = self._spec.speculation == "group"
+            await self._call(self._llm.collective_rpc("scavenger_forget", CALL_S, (shapes, speculates)))
+            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+        self._drop_all(run)
+
+    def _drop_all(self, run: str) -> None:
+        """What this process has of the run. Numbers of requests and adapters go on: none is given twice."""
+        self._host = replace(self._host, run=run)  # it is in the names of cached prefixes
+        self._version, self._held = -1, []
+        self._base, self._base_digest, self._adapters, self._lora = None, b"", (), None
+        self._ready, self._made, self._speculated = [], 0, NOT_SPECULATED
+        self._work.clear()
+        self._routes = {}
+        self._texts.clear()
+        self._news.clear()
+        self._introduced.clear()
+
     def progress(self) -> int:
         return self._made
 

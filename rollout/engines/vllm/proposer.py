@@ -81,6 +81,12 @@ class GroupProposer:
         for group in over:
             self._speculator.drop(group)
 
+    def forget(self) -> None:
+        """Drop all that is known of a run's samples, and how well their drafts did."""
+        self._speculator = Speculator(max_draft=MAX_DRAFT, padded=False)
+        self._lengths, self._drafts = {}, {}
+        self._positions, self._began = 0, None
+
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """There is no model to load: vLLM's CPU runner asks every proposer."""
 

@@ -191,13 +191,60 @@ class Extension:
                     yield name, source.to(dtypes[name]) if name in experts else source
 
         with _before_quantising(model) as whole_layers:
-            self.model_runner.reload_weights(weights_iterator=tensors())
-        _copy_past(model, past, self.scavenger_names)
-        _repack_embeddings(model)
-        _repack_experts(model)
+            self._replace(model, tensors(), past)
         now = held(model, self.scavenger_names, whole_layers)
         kept = self._kept(model)
         return _all_encoded(cast), now, packed, _all_encoded(published), kept, read_nbytes
+
+    def _replace(
+        self, model: nn.Module, tensors: Iterator[tuple[str, Tensor]], past: Mapping[str, Tensor]
+    ) -> None:
+        """Every weight, by vLLM's own loaders and past them. `past` is filled while `tensors` are read."""
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        _copy_past(model, past, self.scavenger_names)
+        _repack_embeddings(model)
+        _repack_experts(model)
+
+    def scavenger_forget(self, shapes: Mapping[str, Sequence[int]], speculates: bool) -> None:
+        """Drop what came of a run: weights of these shapes become zeros by the way on which weights come, so that what is packed or
+        quantised is overwritten too; then adapters, the cache, the batch's tokens, drafts and routes."""
+        self._zero_weights(shapes)
+        lora = getattr(self.model_runner, "lora_manager", None)
+        if lora is not None:
+            manager = lora._adapter_manager
+            manager.remove_all_adapters()
+            for module in manager.modules.values():
+                for slot in range(manager.lora_slots):
+                    module.reset_lora(slot)
+        self.scavenger_wipe()
+        batch = self.model_runner.input_batch
+        if batch.req_id_to_index:
+            raise ValueError(f"{len(batch.req_id_to_index)} requests of the run are still in the batch")
+        batch.token_ids_cpu_tensor.zero_()
+        self.scavenger_routed = {}
+        if speculates:
+            self.model_runner.drafter.forget()
+
+    def _zero_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        with unwrapped(self.model_runner.get_model()) as model:
+            dtypes, experts = self._targets(model, list(shapes), _packed(model))
+            streams = hasattr(getattr(model, "model", model), "_get_streamed_expert_info")
+            past: dict[str, Tensor] = {}
+
+            def zeros() -> Iterator[tuple[str, Tensor]]:
+                for name, shape in shapes.items():
+                    dtype = dtypes.get(name, self.model_runner.model_config.dtype)
+                    zero = torch.zeros(tuple(shape), dtype=dtype, device=self.model_runner.device)
+                    if name.endswith(_SINKS):
+                        past[name] = zero
+                    elif name in experts and streams:
+                        yield from (
+                            (engine_names.streamed(name, index), rows) for index, rows in enumerate(zero)
+                        )
+                    else:
+                        yield name, zero
+
+            self._replace(model, zeros(), past)
 
     def scavenger_adapt(
         self, paths: Sequence[str], adapters: Sequence[AdapterRow], scale: float, number: int

@@ -62,6 +62,7 @@ class HarvestCode(StrEnum):
     WANTED = "wanted"
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
+    HANDED_OVER = "handed_over"  # its engine goes on for another run of ours (`decide.hands`)
     DIVISION = "division"  # another run's engine saves more on its GPUs, or that run has waited for too long (`policy.division`)
     HELD = "held"
     REQUEUED = "requeued"  # it had left for good, and Slurm put it back into the queue
@@ -86,7 +87,9 @@ class OurJob:
     it runs; `pinned`: the node that it was submitted for, "" when Slurm chooses; of an engine of several nodes (`n_nodes`) all of them,
     joined by ",". `gpus`: on all of them. `since`: when it came to wait, or to run (Unix s).
     `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known. `started_at`: when Slurm started it
-    where it runs (Unix s), 0 while it waits. `returned`: why it is not to be there: it had left for good, and Slurm put it back; or "".
+    where it runs, or its engine changed hands there (Unix s), 0 while it waits. `returned`: why it is not to be there:
+    it had left for good, and Slurm put it back; or "".
+    `changing_since`: when its engine was asked to go on for this run, for which it has not registered yet (Unix s); 0: it was not.
     """
 
     intent_id: str
@@ -109,6 +112,7 @@ class OurJob:
     started_at: float = 0.0
     returned: str = ""
     n_nodes: int = 1
+    changing_since: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -230,6 +234,19 @@ class Restrictions:
 
 
 @dataclass(frozen=True, slots=True)
+class HandsRules:
+    """Engines may change hands. `by_owner`: Slurm accounts each job to its run's owner, so only between runs of one owner.
+
+    `switch_s`, `start_s`: predicted seconds until an engine is registered for another run, by a change of hands and by a new start; None:
+    not measured yet.
+    """
+
+    by_owner: bool = False
+    switch_s: float | None = None
+    start_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HarvestLimits:
     """What is allowed now. Times in Unix seconds, durations in seconds."""
 
@@ -257,6 +274,8 @@ class HarvestLimits:
     waiting_since: tuple[
         tuple[int, float], ...
     ] = ()  # (run, Unix s): it has wanted engines since, and none has run
+    #: Which engines go on for another run when theirs has too many. None: none does, its job ends.
+    hands: HandsRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +332,18 @@ class DrainAllocated:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeHands:
+    """The engine leaves its run and goes on for this one; its job stays. `owner`: of the run that it goes to."""
+
+    intent_id: str
+    run_id: int
+    run: str
+    owner: str
+    reason: str
+    code: HarvestCode = HarvestCode.HANDED_OVER
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """End a job that holds GPUs: no engine is there to drain, or it was asked to leave and did not."""
 
@@ -321,7 +352,7 @@ class Cancel:
     code: HarvestCode
 
 
-Action = Submit | Release | CancelPending | DrainAllocated | Cancel
+Action = Submit | Release | CancelPending | DrainAllocated | Cancel | ChangeHands
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
     or, with `limits.division`, by what one more engine saves each run (`division`), of the GPUs that there are
     other users' pending jobs, reservations, headroom --`free_capacity`--> where the deficit may go
     ages of what is idle, what an engine saves its run --`free_capacity.StartBenefits`--> which of it is worth a start
+    surplus of a run that another has a deficit of --`hands`--> engines that change hands, where the site lets them
     deficit, and where it may go --`start`--> submissions, within the limits
 
 A waiting job of ours serves demand where it keeps its place (`standby`); one that does not is cancelled, and submitted afresh where there
@@ -34,6 +35,7 @@ from scavenger.harvest.decide.actions import (
     Action,
     Cancel,
     CancelPending,
+    ChangeHands,
     DrainAllocated,
     DrainKind,
     HarvestCode,
@@ -54,6 +56,7 @@ from scavenger.harvest.decide.free_capacity import (
     nodes_of,
     waits_for,
 )
+from scavenger.harvest.decide.hands import change_hands, handed
 from scavenger.harvest.decide.other_users import scan_queue
 from scavenger.harvest.decide.public_reason import public_reason
 from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
@@ -111,10 +114,15 @@ def decide(
         return HarvestDecision((), too_old, HarvestCode.STALE_VIEW, public=too_old)
     facts = _facts(view, demand, jobs, limits, now)
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
-    actions += _beyond_demand(facts, _undecided(facts.engines, actions))
+    beyond = _beyond_demand(facts, _undecided(facts.engines, actions))
+    changes = _changes_of_hands(facts, beyond, _undecided(facts.engines, [*actions, *beyond]))
+    changing = {one.intent_id for one in changes}
+    facts = replace(facts, engines=handed(facts.engines, changes))
+    actions += [action for action in beyond if action.intent_id not in changing]
     actions += _standby_beyond_demand(facts, _undecided(facts.standby_jobs, actions))
-    actions += _due_to_leave(facts, _undecided(facts.engines, actions))
-    serving, benefits = _undecided(facts.engines, actions), None
+    leaves = _due_to_leave(facts, _undecided(facts.engines, actions))
+    actions += [*leaves, *_that_stay(changes, leaves)]
+    serving, benefits = _serving(facts, actions), None
     if facts.closed:
         code, why = facts.closed
     else:
@@ -191,6 +199,23 @@ def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob
     """Those that were not asked to leave, before this decision or in it."""
     decided = {action.intent_id for action in actions if not isinstance(action, Submit)}
     return [job for job in jobs if job.drain_kind is DrainKind.NO and job.intent_id not in decided]
+
+
+def _changes_of_hands(
+    facts: DecisionFacts, beyond: Sequence[Drain], staying: Sequence[OurJob]
+) -> list[ChangeHands]:
+    return [] if facts.closed else change_hands(facts, facts.demand, beyond, staying)
+
+
+def _that_stay(changes: Sequence[ChangeHands], leaves: Sequence[Drain]) -> list[ChangeHands]:
+    """Other users come first: what leaves for them changes no hands."""
+    gone = {one.intent_id for one in leaves}
+    return [one for one in changes if one.intent_id not in gone]
+
+
+def _serving(facts: DecisionFacts, actions: Sequence[Action]) -> list[OurJob]:
+    """Jobs that stay, those that go on for another run among them."""
+    return _undecided(facts.engines, [one for one in actions if not isinstance(one, ChangeHands)])
 
 
 def _standby_beyond_demand(facts: DecisionFacts, standby_jobs: Sequence[OurJob]) -> list[CancelPending]:
@@ -319,6 +344,7 @@ _TO_DO: Mapping[type[Action], str] = {
     DrainAllocated: "to drain",
     CancelPending: "pending to cancel",
     Cancel: "to cancel",
+    ChangeHands: "to change hands",
 }
 
 

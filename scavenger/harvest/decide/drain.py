@@ -28,6 +28,8 @@ from scavenger.harvest.decide.voluntary_preemption import drains_for_other_users
 Drain = CancelPending | DrainAllocated | Cancel
 #: Slurm's words for a node that its admin takes out of service while jobs still run there.
 _OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_requested"})
+#: An engine that changes hands and has not registered for its run after this is ended: its GPUs serve nobody.
+HANDS_S = 120.0
 #: When nothing begins on a node, and on which.
 _NEVER = (float("inf"), "")
 
@@ -46,6 +48,11 @@ def cancel_overdue(jobs: Sequence[OurJob], limits: HarvestLimits, now: float) ->
             )
             continue
         if job.drain_kind is DrainKind.NO:
+            if not job.waits and job.changing_since and now - job.changing_since >= HANDS_S:
+                late = (
+                    f"it was to change hands, and has not registered after {now - job.changing_since:.0f} s"
+                )
+                actions.append(Cancel(job.intent_id, late, HarvestCode.OVERDUE))
             if job.waits and job.held:
                 actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", HarvestCode.HELD))
         elif job.drain_kind is DrainKind.DRAINING and job.waits:

@@ -97,7 +97,7 @@ def start_jobs(
     moving = [*not_beneficial, *relocating]
     user_gpus = queue.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in queue.ours)
     drafts = Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits, facts.kept)
-    new, stop = _fill(_by_turn(wanted, facts.turns), deficit, drafts, now)
+    new, stop = _fill(by_turn(wanted, facts.turns), deficit, drafts, now)
     moved = _move({d.run_id: d for d in wanted}, moving, drafts, now)
     actions = [*more(standby_jobs, wanted, allotted, limits, drafts.least_share(wanted)), *moved, *new]
     if stop is not None:
@@ -132,7 +132,7 @@ def _fill(
     return begun, None if begun else of_owner
 
 
-def _by_turn(wanted: Sequence[Demand], turns: Sequence[int]) -> list[Demand]:
+def by_turn(wanted: Sequence[Demand], turns: Sequence[int]) -> list[Demand]:
     """Who was given engines first comes first; the others by run id."""
     order = {run_id: number for number, run_id in reversed(list(enumerate(turns)))}
     return sorted(wanted, key=lambda d: (order.get(d.run_id, len(turns)), d.run_id))

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from scavenger.cluster.proxy.client import EnginesUser
+from scavenger.errors import AuthError
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
@@ -91,11 +92,17 @@ class WorkerKeys:
         self._state_dir, self._register, self._unregister = state_dir, router.register, router.unregister
         self._minted: dict[str, keys.KeyPair] = {}  # by intent that is not submitted yet
         self._public: dict[str, str] = {}  # intent -> public key that we let in
+        self._before: dict[str, list[str]] = {}  # intent -> those of runs that its engine is about to leave
 
     def mint(self, run: str, intent_id: str) -> str:
         """Make the pair of a worker that is to come. Returns its public key."""
         pair = self._minted[intent_id] = keys.generate(run, intent_id)
         return pair.public
+
+    def changed(self, intent_id: str) -> None:
+        """The engine is there under its newest key: those before open nothing any more."""
+        for public in self._before.pop(intent_id, ()):
+            self._unregister(public)
 
     def write(self, intent_id: str) -> None:
         """Put the pair where its job will read it. Blocks; raises `OSError`, `ClusterError`."""
@@ -109,16 +116,23 @@ class WorkerKeys:
         self._allow(self._minted.pop(intent_id))
 
     def _allow(self, pair: keys.KeyPair) -> None:
+        if before := self._public.get(pair.intent, ""):
+            self._before.setdefault(pair.intent, []).append(before)
         self._public[pair.intent] = pair.public
         self._register(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent, self._cluster))
 
-    def allow_again(self, intent_id: str) -> None:
-        """Let in whom a previous daemon made a key for. Raises `AuthError` where its file is missing or cannot be used."""
-        self._allow(keys.read_keypair(keys.worker_key_path(self._state_dir, intent_id)))
+    def allow_again(self, intent_id: str, changed_to: str = "") -> None:
+        """Let in whom a previous daemon made a key for. Raises `AuthError` where its file is missing or cannot be used. `changed_to`: the
+        public key under which it is to work since it changed hands; another one is of a run that it has left."""
+        pair = keys.read_keypair(keys.worker_key_path(self._state_dir, intent_id))
+        if changed_to and pair.public != changed_to:
+            raise AuthError("it was to change hands, and its key file is still that of the run before")
+        self._allow(pair)
 
     def drop(self, intent_id: str) -> None:
         """A closed job's key opens nothing any more."""
         self._minted.pop(intent_id, None)
+        self.changed(intent_id)
         public = self._public.pop(intent_id, "")
         if public:
             self._unregister(public)

@@ -13,11 +13,12 @@ Owns the intents; `allocations` follows their GPUs. Knows nothing of commands, k
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,8 @@ from scavenger.router.core.events import CondemnedEngine, JobGone, WorkerLife
 
 #: A job that has waited in the queue for longer than this may wait for hours: it is no reason to poll often.
 EXPECTED_S = 180.0
+#: Starts and changes of hands whose durations are remembered, the newest, and for how long.
+MOST_TOOK, TOOK_S = 16, 3600.0
 _LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "unknown"})
 
 
@@ -60,13 +63,27 @@ class TrackerRules:
 @dataclass(frozen=True, slots=True)
 class Output:
     """What an observation (or a submission's answer) led to. `orphaned_jobs`: jobs with our uid whose intent the ledger does not have.
-    `failed_starts`: engines that ended before they could work."""
+    `failed_starts`: engines that ended before they could work. `changed`: intents whose engine has registered for the run that it changed
+    hands to."""
 
     records: tuple[rec.Record, ...] = ()
     gone: tuple[JobGone, ...] = ()
     orphaned_jobs: tuple[int, ...] = ()
     ended: tuple[str, ...] = ()
     failed_starts: tuple[FailedStart, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+class _Took(NamedTuple):
+    """When something was over (Unix s), and how long it took (s)."""
+
+    at: float
+    seconds: float
+
+
+def _mean(took: Iterable[_Took], now: float) -> float | None:
+    recent = [one.seconds for one in took if now - one.at <= TOOK_S]
+    return sum(recent) / len(recent) if recent else None
 
 
 class Tracker:
@@ -84,6 +101,10 @@ class Tracker:
         ] = {}  # allocations that accounting may still tell the times of
         self.vanished: dict[str, Vanished] = {}  # jobs whose end was not observed
         self._asked: Counter[tuple[str, int]] = Counter()
+        self._switches, self._starts = deque[_Took](maxlen=MOST_TOOK), deque[_Took](maxlen=MOST_TOOK)
+        self._changed: list[
+            str
+        ] = []  # intents whose engine registered for its new run since the last observation
 
     # ---------------------------------------------------------------- what we did
 
@@ -92,6 +113,16 @@ class Tracker:
         self.intents[intended.intent_id] = Tracked(
             intended, free_at=now, since=now, pinned=intended.pinned, standby=standby
         )
+
+    def changes_hands(self, intent_id: str, run_id: int, worker_key: str, now: float) -> None:
+        """Its engine was asked to go on for another run, under this public key."""
+        one = self.intents[intent_id]
+        one.intended = msgspec.structs.replace(one.intended, run_id=run_id, worker_key=worker_key)
+        one.run_since = one.changing_since = now
+
+    def predicted_s(self, now: float) -> tuple[float | None, float | None]:
+        """Seconds until an engine is registered, by a change of hands and by a start: the last hour's means; None: there was none."""
+        return _mean(self._switches, now), _mean(self._starts, now)
 
     def released(self, intent_id: str, node: str, now: float) -> None:
         """Slurm took our release: this standby job begins on `node`."""
@@ -107,6 +138,7 @@ class Tracker:
             now,
         )  # not `free_at`: it may have started before the answer came
         one.unseen_since, one.unseen = None, 0
+        one.submitted_at = 0.0 if one.standby else now
         return Output((rec.JobSubmitted(intent_id, job_id, now),))
 
     def submit_unknown(self, intent_id: str, reason: str, now: float) -> Output:
@@ -151,6 +183,7 @@ class Tracker:
                 last_state=state.last_state,
                 inherited=True,
                 pinned=pinned,
+                run_since=state.run_since,
             )
             one.stage = (
                 Stage.UNKNOWN
@@ -190,12 +223,14 @@ class Tracker:
             del self.intents[intent_id]
         self._note_quarantine(draft)
         self.bounded.update({(one.intent_id, one.restart_count): one for one in draft.bounded if one.job_id})
+        changed, self._changed = tuple(self._changed), []
         return Output(
             tuple(draft.records),
             tuple(draft.gone),
             tuple(sorted(orphaned_jobs)),
             tuple(draft.ended),
             tuple(draft.failed_starts),
+            changed,
         )
 
     def _match(self, view: ClusterView) -> tuple[dict[str, Job], list[int]]:
@@ -246,6 +281,9 @@ class Tracker:
             self._record_state(draft, one, job)
             self._allocations.follow(draft, one, job, observed, lost)
             one.standby = is_standby(job, draft.now)
+            if one.changing_since and one.allocation is None:
+                one.changing_since = 0.0  # its process ended on the way: the next one begins with the new key
+                self._changed.append(one.intent_id)
             self._note_return(one, job, observed)
             one.job, one.last_state, one.held = job, str(job.state), observed_jobs.held_back(job)
         one.since = one.since if target is one.stage else draft.now
@@ -374,9 +412,10 @@ class Tracker:
                     one.drain_code,
                     one.standby and one.allocation is None,
                     owners.get(one.intended.run_id, ""),
-                    one.allocation.started_at if one.allocation is not None else 0.0,
+                    max(one.allocation.started_at, one.run_since) if one.allocation is not None else 0.0,
                     one.returned,
                     one.intended.nodes,
+                    one.changing_since,
                 )
             )
         return found
@@ -404,6 +443,7 @@ class Tracker:
         return any(
             one.stage not in quiet
             or one.drain_kind is not DrainKind.NO
+            or one.changing_since > 0
             or (one.stage is Stage.WAITING and now - one.since < EXPECTED_S)
             for one in self.intents.values()
             if not (one.standby and one.stage is Stage.WAITING and one.drain_kind is DrainKind.NO)
@@ -438,8 +478,19 @@ class Tracker:
                 or (one.allocation is not None and life.incarnation == one.last_allocation)
             ):
                 one.workers[life.incarnation] = merged(one.workers, life)
+                self._registered(one, life)
                 if life.ready and one.allocation is not None and life.incarnation == one.last_allocation:
                     self._works(one, one.allocation)
+
+    def _registered(self, one: Tracked, life: WorkerLife) -> None:
+        """How long a start or a change of hands took that is over now."""
+        if one.submitted_at:
+            self._starts.append(_Took(life.joined_at, max(0.0, life.joined_at - one.submitted_at)))
+            one.submitted_at = 0.0
+        if one.changing_since and life.here and life.run_id == one.intended.run_id:
+            self._switches.append(_Took(life.joined_at, max(0.0, life.joined_at - one.changing_since)))
+            one.changing_since = 0.0
+            self._changed.append(one.intent_id)
 
     def condemned(self, engines: Iterable[CondemnedEngine], now: float) -> None:
         """What the router knows of engines that computed wrong numbers; each is heard once. The node is the one where Slurm ran it."""

@@ -41,7 +41,7 @@ _COMMON = frozenset(
     {"generations", "cluster_polls", "decisions", "move_log", "other_users_waits", "node_quarantines"}
 )
 _SAMPLE_S = ("chunks", "leases", "sample_ends", "token_differences", "turn_samples")
-_JOB_S = ("job_states", "gpu_allocations")
+_JOB_S = ("job_states", "gpu_allocations")  # of a job that changed hands, whole
 #: Children before parents.
 ORDER = (
     "chunks",
@@ -61,6 +61,7 @@ ORDER = (
     "weight_versions",
     "events",
     "gpu_allocations",
+    "job_runs",
     "job_states",
     "workers",
     "engine_deaths",
@@ -161,9 +162,10 @@ def _of_run(table: sa.Table, run_id: int) -> sa.ColumnElement[bool]:
         )
         return sa.exists(owner)
     if table.name in _JOB_S:
-        return sa.exists(
-            sa.select(1).where(schema.jobs.c.intent_id == table.c.intent_id, schema.jobs.c.run_id == run_id)
-        )
+        jobs, before = schema.jobs, schema.job_runs
+        now = sa.select(1).where(jobs.c.intent_id == table.c.intent_id, jobs.c.run_id == run_id)
+        once = sa.select(1).where(before.c.intent_id == table.c.intent_id, before.c.run_id == run_id)
+        return sa.or_(sa.exists(now), sa.exists(once))
     return table.c.run_id == run_id
 
 

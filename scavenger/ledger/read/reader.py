@@ -536,6 +536,7 @@ def _job(row: Mapping[str, Any], lives: Sequence[r.EngineLife]) -> r.OpenIntent:
         free_since=max(row["allocation_ended_at"], row["waited_at"] or 0.0),
         lives=tuple(lives),
         polled_at=row["polled_at"] or 0.0,
+        run_since=row["run_since"] or 0.0,
     )
 
 

@@ -515,6 +515,13 @@ KINDS: dict[type[Record], Kind] = {
     ),
     # Jobs and allocations are what Slurm reports, perhaps of intents that a restored ledger does not have:
     # a report without its row is kept in the history and stops nothing.
+    r.JobChangedHands: _kind(
+        _insert(t.job_runs, intent_id=":intent_id", run_id=":run_before", since_at=":since", until_at=":at"),
+        _update(t.jobs, "intent_id", must_match=False, **_fields("run_id worker_key")),
+        creates="job_runs",
+        uses="jobs",
+        sets="jobs.run",
+    ),
     r.JobSubmitted: _kind(
         _update(t.jobs, "intent_id", must_match=False, job_id=":job_id", submitted_at=":at"),
         uses="jobs",

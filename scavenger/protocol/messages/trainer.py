@@ -98,6 +98,9 @@ class OpenRun(Message, frozen=True):
     policies: Annotated[tuple[RunName, ...], msgspec.Meta(max_length=MAX_POLICIES)] = ()
     episodes_of: OtherRun = ""  # the run whose episodes its steps are filled from
     serves_only: bool = False  # it takes no step: its weights answer, and stay as they are
+    isolation: Literal["memory", "process"] = (
+        "memory"  # whether its engines may have worked, and go on, for other runs
+    )
 
 
 class Attach(Message, frozen=True):

@@ -415,6 +415,17 @@ class Drain(Message, frozen=True):
     reason: str
 
 
+class ChangeRun(Message, frozen=True):
+    """Flush, say goodbye, drop all that is of this run, and register anew for the run whose key pair lies in this worker's key file.
+
+    `public_key`: of that pair, which the daemon wrote before: an older file is waited out. A worker that cannot change (its engine does not
+    fit the other run, or is none yet) leaves as after a Drain.
+    """
+
+    public_key: BoundedText
+    reason: BoundedText
+
+
 class GoodbyeAck(Message, frozen=True):
     """All that was flushed is durable."""
 
@@ -449,5 +460,6 @@ ToWorker = (
     | Sleep
     | Wake
     | Drain
+    | ChangeRun
     | GoodbyeAck
 )

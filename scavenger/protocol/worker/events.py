@@ -416,11 +416,12 @@ class WakeEngine(WorkerAction):
 
 @dataclass(frozen=True, slots=True)
 class EndWorker(WorkerAction):
-    """End the process with `code`."""
+    """End the process with `code`. `hands_to`: or go on with the same engine for the run that this public key is of; "" = no."""
 
     code: int
     reason: str
     remedy: str = ""
+    hands_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,8 @@ class Session:
         )
 
     def _key_refused(self, event: KeyRefused, now: float) -> list[WorkerAction]:
+        if self._ending is not None and self._ending.hands_to:
+            return self._gone(self._ending)  # the key of the run that it leaves is over: what is durable is
         self._refusals += 1
         if self._refusals >= self._limits.refusals:
             return self._gone(
@@ -312,9 +314,12 @@ class Session:
     # ------------------------------------------------------------ leaving
 
     def _begin_end(self, end: EndWorker, within_s: float, now: float) -> list[WorkerAction]:
-        """Flush, say goodbye, go when it is acked or after `within_s`. A later reason only brings the deadline nearer."""
+        """Flush, say goodbye, go when it is acked or after `within_s`. A later reason only brings the deadline nearer; one to end for good
+        stands before one to change hands."""
         if self._ending is not None:
             self._end_by = min(self._end_by, now + within_s)
+            if self._ending.hands_to and not end.hands_to:
+                self._ending = end
             return []
         self._ending, self._end_by = end, now + within_s
         abort = self.work.close(keep=end.code != EXIT_ENGINE_FAILED)
@@ -426,5 +431,8 @@ _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.Sleep: lambda s, m, now: s.work.sleep(m, now),
     messages.Wake: lambda s, m, now: s.work.wake(m, now),
     messages.Drain: lambda s, m, now: s._begin_end(EndWorker(EXIT_DRAINED, m.reason), s._limits.drain_s, now),
+    messages.ChangeRun: lambda s, m, now: s._begin_end(
+        EndWorker(EXIT_DRAINED, m.reason, hands_to=m.public_key), s._limits.drain_s, now
+    ),
     messages.GoodbyeAck: Session._goodbye_acked,
 }

@@ -28,6 +28,7 @@ def check(core: Core) -> None:
         _check_sample(core, sample)
     for worker in core.workers.values():
         _check_worker(core, worker)
+    _check_jobs(core)
     for run in core.runs.values():
         _check_run(core, run)
     for group in core.groups.values():
@@ -75,6 +76,17 @@ def _check_sample(core: Core, sample: Sample) -> None:
     assert known is None or known == policy_view.fresh_view(sample), (
         f"sample {sample.id} changed since policies saw it: {known}"
     )
+
+
+def _check_jobs(core: Core) -> None:
+    """An engine, with all that it holds, is of one run at a time."""
+    run_of: dict[str, str] = {}
+    for worker in core.workers.values():
+        intent_id = worker.process.intent_id
+        before = run_of.setdefault(intent_id, worker.run.name) if intent_id else worker.run.name
+        assert before == worker.run.name, (
+            f"the engine of job {intent_id} works for two runs: {before} and {worker.run.name}"
+        )
 
 
 def _check_worker(core: Core, worker: Worker) -> None:

@@ -42,7 +42,8 @@ class CondemnedEngine:
 class WorkerLife:
     """One engine of a harvested job, which shows that the job held GPUs. `seen_at`: when it was last heard, its goodbye too. Unix s.
 
-    `here`: it has not left, nor been given up. `ready`: it has loaded weights, so that it could work.
+    `here`: it has not left, nor been given up. `ready`: it has loaded weights, so that it could work. `run_id`: for which it worked; 0: not
+    known, it was an earlier daemon's.
     """
 
     intent_id: str
@@ -52,6 +53,7 @@ class WorkerLife:
     seen_at: float
     here: bool = False
     ready: bool = False
+    run_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,15 @@ class IntentRevoked:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class IntentHandedOver:
+    """A harvested job works for another run from now on: its worker leaves this one, and its process registers there under `public_key`."""
+
+    intent_id: str
+    public_key: str
+    reason: str
+
+
 class CoreTick(msgspec.Struct, frozen=True, gc=False):
     """Time passed."""
 
@@ -179,6 +190,7 @@ RouterEvent = (
     | HistoryRead
     | JobGone
     | IntentRevoked
+    | IntentHandedOver
     | CoreTick
     | LedgerRead
     | PastRead

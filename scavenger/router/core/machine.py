@@ -17,6 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import blake2b
+
+import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, EnvironmentDemand
@@ -28,6 +32,7 @@ from scavenger.protocol.messages import (
     Awake,
     Chunks,
     EndEpisode,
+    EngineSpec,
     GatewayPing,
     Goodbye,
     Heartbeat,
@@ -67,6 +72,7 @@ from scavenger.router.core.events import (
     Heard,
     HelloReceived,
     HistoryRead,
+    IntentHandedOver,
     IntentRevoked,
     JobGone,
     LedgerRead,
@@ -141,6 +147,9 @@ class Router:
             case IntentRevoked():
                 for worker in self._of_intent(event.intent_id):
                     worker_commands.drain(core, worker, event.reason)
+            case IntentHandedOver():
+                for worker in self._of_intent(event.intent_id):
+                    worker_commands.hand_over(core, worker, event.public_key, event.reason)
             case CoreTick():
                 self._tick()
             case TopologyRead(switches=switches):
@@ -279,6 +288,7 @@ class Router:
         return [w for w in self.core.workers.values() if w.process.intent_id == intent_id]
 
     def _job_gone(self, event: JobGone) -> None:
+        self.core.handed.discard(event.intent_id)
         self.core.life_over(event.intent_id, event.incarnation)
         for worker in self._of_intent(event.intent_id):
             if worker.process.incarnation <= event.incarnation:
@@ -325,6 +335,7 @@ class Router:
                     run.owner_key,
                     nodes_per_engine=run.settings.nodes_per_engine,
                     encrypts=run.settings.encrypt,
+                    hands=_hands_of(run),
                 )
             )
         return tuple(wanted)
@@ -363,3 +374,20 @@ def _may_change_anything(event: RouterEvent) -> bool:
     if isinstance(event, TrainerCalled):
         return type(event.call.body) not in _QUIET_MESSAGES
     return type(event) not in _QUIET
+
+
+#: Engines that do not change hands yet: that they forget a run whole has not been seen on a GPU.
+_KEPT = frozenset({"vllm"})
+
+
+def _hands_of(run: ActiveRun) -> str:
+    """As `Demand.hands`."""
+    if run.settings.isolation == "process" or run.engine.name in _KEPT:
+        return ""
+    return _built_from(run.engine)
+
+
+@lru_cache(maxsize=256)
+def _built_from(engine: EngineSpec) -> str:
+    """Names everything that an engine is built from: engines of two runs that are built from the same may change hands."""
+    return blake2b(msgspec.json.encode(engine), digest_size=12).hexdigest()

@@ -16,6 +16,7 @@ from scavenger.router.core.row_budget import OWNER_BURST
 from scavenger.router.core.state import ActiveRun, Worker, WorkerProcess
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import (
+    LEAVING,
     MEMORY_FOUND,
     GpuMemoryState,
     SampleStatus,
@@ -72,7 +73,7 @@ def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> 
     _resume_memory(core, worker, hello, known=known)
     if hello.leaving:
         worker.departure.reason = worker.departure.reason or "it registered to say goodbye"
-        if worker.status is not WorkerStatus.DRAINING:
+        if worker.status not in LEAVING:
             worker.transition(WorkerStep.DRAIN)
     told_to_sleep = run.reserved.awake_stated and not run.reserved.awake
     if (
@@ -150,6 +151,22 @@ def _siblings(run: ActiveRun, identity: PeerIdentity) -> list[Worker]:
     """Earlier processes of the same harvested job."""
     return [
         w for w in run.workers.values() if identity.intent_id and w.process.intent_id == identity.intent_id
+    ]
+
+
+def _left_for_this(worker: Worker, identity: PeerIdentity, run: ActiveRun) -> bool:
+    """Whether it is this job's worker of another run, whose goodbye was lost: the job's key is of this run now."""
+    return (
+        bool(identity.intent_id) and worker.process.intent_id == identity.intent_id and worker.run is not run
+    )
+
+
+def _of_its_job(core: Core, identity: PeerIdentity) -> list[Worker]:
+    """Processes of the same harvested job, of whichever run."""
+    return [
+        w
+        for w in core.workers.values()
+        if identity.intent_id and w.process.intent_id == identity.intent_id and w.kind == "harvested"
     ]
 
 
@@ -237,7 +254,7 @@ def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Reje
         return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
     if (held := guests.fault(run, identity, hello)) is not None:
         return held
-    if any(w.process.incarnation > hello.incarnation for w in _siblings(run, identity)):
+    if any(w.process.incarnation > hello.incarnation for w in _of_its_job(core, identity)):
         return Rejected(
             f"a later incarnation of this job than {hello.incarnation} is at work",
             "nothing: this process is a leftover",
@@ -256,6 +273,8 @@ def _back(core: Core, conn: int, worker: Worker) -> Worker:
 def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run: ActiveRun) -> Worker:
     for other in _siblings(run, identity):
         workers.gone(core, other, "a later incarnation registered", crashed=False)
+    for other in [w for w in core.workers.values() if _left_for_this(w, identity, run)]:
+        workers.gone(core, other, f"its process works for run {run.name} now", crashed=False)
     _slot_taken(core, run, hello)
     run.reserved.unaccounted = {
         name: (slot, session)
@@ -278,6 +297,11 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
         joined_at=core.now,
         idle_since=core.now,
     )
+    if (
+        identity.intent_id in core.handed
+    ):  # its process worked for another run: what it loads first is no start
+        core.handed.discard(identity.intent_id)
+        worker.weights.loads = 1
     worker.heartbeat.at = core.now
     worker.transition(WorkerStep.JOIN)
     core.next_worker_id += 1

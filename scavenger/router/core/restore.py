@@ -265,6 +265,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         policies_of(config),
         str(config.get("data", {}).get("episodes_of") or ""),
         section.get("steps") == 0,
+        str(section.get("isolation", "memory")),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

@@ -270,6 +270,7 @@ def _open(
         body.policies,
         body.episodes_of,
         body.serves_only,
+        body.isolation,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()

@@ -553,6 +553,7 @@ class RunSettings:
     policies: tuple[str, ...] = ()  # other runs that answer for agents of its environment
     episodes_of: str = ""  # the run whose episodes its steps are filled from
     serves_only: bool = False  # it takes no steps
+    isolation: str = "memory"  # "memory" | "process"; the latter: no process works for it and for another run
 
 
 @dataclass(slots=True)
@@ -874,10 +875,11 @@ class HeartbeatState:
 
 @dataclass(slots=True)
 class Departure:
-    """Why a worker leaves, and whether Slurm gave it notice."""
+    """Why a worker leaves, and whether Slurm gave it notice. `hands_to`: the public key with which its process goes on for another run."""
 
     reason: str = ""
     notice: bool = False
+    hands_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Core:
         self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
         # Nodes of harvested engines that were set aside, for the harvester, which chooses nodes.
         self.condemned: deque[CondemnedEngine] = deque(maxlen=MAX_LIVED)
+        # Intents whose process was told to go on for another run, and has not registered there.
+        self.handed: set[str] = set()
         # Of harvested engines' intents: the newest incarnation that the scheduler said is over, and where each life was counted.
         self._over: OrderedDict[str, int] = OrderedDict()
         self._counted: OrderedDict[tuple[str, int], str] = OrderedDict()

@@ -86,6 +86,7 @@ class WorkerStatus(StrEnum):
     FALLING_ASLEEP = "falling-asleep"  # asked to sleep, has not answered
     ASLEEP = "asleep"
     DRAINING = "draining"  # asked to leave
+    HANDING_OVER = "handing-over"  # asked to leave this run, and to register for another one
     AWAY = "away"  # restored from the ledger, has not come back yet
     GONE = "gone"  # dead or left: in no table any more
 
@@ -104,10 +105,12 @@ class WorkerStep(StrEnum):
     FOUND_ASLEEP = "found-asleep"
     WAKE = "wake"
     DRAIN = "drain"
+    HAND_OVER = "hand-over"
     LEAVE = "leave"
 
 
-#: What may happen to a worker: state -> step -> state. Anything else is a bug. What is asked to leave does nothing else.
+#: What may happen to a worker: state -> step -> state. Anything else is a bug. What is asked to leave does nothing else. One that
+#: hands over leaves as if it drained; what registers for the other run is a new worker, of the same process.
 WORKER_TRANSITIONS: dict[WorkerStatus, dict[WorkerStep, WorkerStatus]] = {
     WorkerStatus.NEW: {WorkerStep.JOIN: WorkerStatus.LOADING, WorkerStep.RESTORE: WorkerStatus.AWAY},
     WorkerStatus.AWAY: {
@@ -120,12 +123,14 @@ WORKER_TRANSITIONS: dict[WorkerStatus, dict[WorkerStep, WorkerStatus]] = {
         WorkerStep.SLEEP: WorkerStatus.FALLING_ASLEEP,
         WorkerStep.FOUND_FALLING_ASLEEP: WorkerStatus.FALLING_ASLEEP,
         WorkerStep.FOUND_ASLEEP: WorkerStatus.ASLEEP,
+        WorkerStep.HAND_OVER: WorkerStatus.HANDING_OVER,
         WorkerStep.DRAIN: WorkerStatus.DRAINING,
         WorkerStep.LEAVE: WorkerStatus.GONE,
     },
     WorkerStatus.READY: {
         WorkerStep.LOAD: WorkerStatus.LOADING,
         WorkerStep.SLEEP: WorkerStatus.FALLING_ASLEEP,
+        WorkerStep.HAND_OVER: WorkerStatus.HANDING_OVER,
         WorkerStep.DRAIN: WorkerStatus.DRAINING,
         WorkerStep.LEAVE: WorkerStatus.GONE,
     },
@@ -139,9 +144,12 @@ WORKER_TRANSITIONS: dict[WorkerStatus, dict[WorkerStep, WorkerStatus]] = {
         WorkerStep.DRAIN: WorkerStatus.DRAINING,
         WorkerStep.LEAVE: WorkerStatus.GONE,
     },
+    WorkerStatus.HANDING_OVER: {WorkerStep.DRAIN: WorkerStatus.DRAINING, WorkerStep.LEAVE: WorkerStatus.GONE},
     WorkerStatus.DRAINING: {WorkerStep.LEAVE: WorkerStatus.GONE},
     WorkerStatus.GONE: {},
 }
+#: Asked to leave its run: it gets no more leases, and that it goes is no preemption.
+LEAVING = frozenset({WorkerStatus.DRAINING, WorkerStatus.HANDING_OVER})
 
 
 class GpuMemoryState(StrEnum):
@@ -188,6 +196,7 @@ MEMORY_ALLOWED: dict[WorkerStatus, frozenset[GpuMemoryState]] = {
     WorkerStatus.FALLING_ASLEEP: frozenset({GpuMemoryState.FALLING_ASLEEP}),
     WorkerStatus.ASLEEP: frozenset({GpuMemoryState.ASLEEP}),
     WorkerStatus.DRAINING: frozenset(GpuMemoryState),
+    WorkerStatus.HANDING_OVER: frozenset(GpuMemoryState),
     WorkerStatus.AWAY: frozenset(GpuMemoryState),
 }
 #: What a registration says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.

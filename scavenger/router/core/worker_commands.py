@@ -11,6 +11,7 @@ import msgspec
 from scavenger.policy.interface import Toggled, WorkerReady
 from scavenger.protocol.messages import (
     BaseWeights,
+    ChangeRun,
     Drain,
     Heartbeat,
     PullAhead,
@@ -22,11 +23,12 @@ from scavenger.protocol.messages import (
     WeightsFailed,
     WeightsLoaded,
     WeightSource,
+    words,
 )
 from scavenger.router.core import refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
+from scavenger.router.core.transitions import LEAVING, GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
 from scavenger.weights.directory import not_across, refused
 
 MAX_LOAD_FAILURES = 5
@@ -41,6 +43,8 @@ def repeat(core: Core, worker: Worker, heard: int) -> None:
     """
     if worker.status is WorkerStatus.DRAINING:
         core.send_durable(worker.conn, Drain(worker.departure.reason))
+    elif worker.status is WorkerStatus.HANDING_OVER:
+        core.send_durable(worker.conn, ChangeRun(worker.departure.hands_to, words(worker.departure.reason)))
     elif heard != worker.memory.order:
         sleeps = worker.memory.state in (GpuMemoryState.FALLING_ASLEEP, GpuMemoryState.ASLEEP)
         core.send_durable(worker.conn, Sleep(worker.memory.order) if sleeps else Wake(worker.memory.order))
@@ -371,6 +375,21 @@ def drain(core: Core, worker: Worker, reason: str) -> None:
         worker.transition(WorkerStep.DRAIN)
         worker.departure.reason, worker.run.due.fleet = reason, True
         core.send_durable(worker.conn, Drain(reason))
+
+
+def hand_over(core: Core, worker: Worker, public_key: str, reason: str) -> None:
+    """Ask a worker to flush, to leave this run and to register for the one of this key. One that neither generates nor loads leaves for
+    good: its job ends, and what its GPUs are for is decided afresh."""
+    if worker.status in LEAVING:
+        return
+    if worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY) or worker.bounded:
+        drain(core, worker, reason)
+        return
+    worker.transition(WorkerStep.HAND_OVER)
+    worker.departure.reason, worker.departure.hands_to = reason, public_key
+    core.handed.add(worker.process.intent_id)
+    worker.run.due.fleet = True
+    core.send_durable(worker.conn, ChangeRun(public_key, words(reason)))
 
 
 def set_aside(core: Core, worker: Worker, reason: str) -> None:

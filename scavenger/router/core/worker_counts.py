@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scavenger.protocol.messages import MAX_SLOTS, Fleet, reserved_name, words
 from scavenger.router.core.state import ActiveRun, ReservedMemory, Worker
-from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus
+from scavenger.router.core.transitions import LEAVING, GpuMemoryState, WorkerStatus
 
 
 def fleet_sizes(run: ActiveRun) -> tuple[int, int, int]:
@@ -78,7 +78,7 @@ def pauses(run: ActiveRun) -> list[float]:
 
 def _role(worker: Worker) -> int:
     status = worker.status
-    if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:
+    if worker.conn is None or worker.suspect or status in LEAVING:
         return -1
     if worker.kind == "harvested":
         return 0 if status is WorkerStatus.READY and not worker.bounded else -1

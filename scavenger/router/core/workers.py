@@ -25,7 +25,7 @@ from scavenger.router.core import samples, worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
 from scavenger.router.core.state import ActiveRun, GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus, WorkerStep
+from scavenger.router.core.transitions import LEAVING, GpuMemoryState, WorkerStatus, WorkerStep
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
@@ -270,7 +270,7 @@ def gone(
             worker.id, reason, worker.departure.notice, len(leased), salvaged, regenerated, core.now
         )
     )
-    preempted = worker.status is not WorkerStatus.DRAINING and not crashed
+    preempted = worker.status not in LEAVING and not crashed
     worker.run.policy.observe(
         WorkerLost(
             worker.id,
@@ -335,6 +335,7 @@ def _life(worker: Worker, *, here: bool) -> WorkerLife:
         worker.last_seen,
         here,
         worker.weights.loads > 0,
+        worker.run.id,
     )
 
 

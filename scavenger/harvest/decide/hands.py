@@ -1,0 +1,123 @@
+"""Which engines that their runs have too many of go on for another run, instead of ending while a new one starts. Pure.
+
+    engines that leave because another run of ours is to have their GPUs   (`decide`, `division`)
+      + runs that are to have one more, in their turn
+      --same kind of engine, same job owner, a switch is not predicted to take longer than a start--> ChangeHands
+
+Owns what may change hands with whom. What leaves for other users, reservations or time limits never does: those clauses come later and
+stand before this one.
+
+Boundary: from one run's surplus to another's deficit; how many engines each may have is decided before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from scavenger.harvest.decide.actions import (
+    ChangeHands,
+    DrainAllocated,
+    HandsRules,
+    HarvestCode,
+    HarvestLimits,
+    OurJob,
+)
+from scavenger.harvest.decide.drain import Drain
+from scavenger.harvest.decide.free_capacity import nodes_of
+from scavenger.harvest.decide.start import StartFacts, by_turn
+from scavenger.policy.fleet_size import Demand
+
+#: Why an engine leaves whose GPUs go to another run of ours.
+_OURS_AGAIN = frozenset({HarvestCode.DIVISION, HarvestCode.OVER_SHARE, HarvestCode.NO_DEMAND})
+
+
+def change_hands(
+    facts: StartFacts, demand: Sequence[Demand], beyond: Sequence[Drain], staying: Sequence[OurJob]
+) -> list[ChangeHands]:
+    """Of the engines in `beyond`, which leave for what our runs want, those that go on for another run. `demand`: of all runs, those that
+    want no engine included. `staying`: our jobs that are not in `beyond`, pending ones included."""
+    rules = facts.limits.hands
+    if rules is None or slower(rules):
+        return []
+    have = Counter(job.run_id for job in staying)
+    missing = {want.run_id: facts.allotted[want.run_id] - have[want.run_id] for want in facts.wanted}
+    engine_of = {want.run_id: want.hands for want in demand}
+    jobs = {job.intent_id: job for job in facts.engines}
+    held = Counter[str]()
+    for job in facts.engines:
+        held[job.owner] += job.gpus
+    found: list[ChangeHands] = []
+    for action in beyond:
+        if not isinstance(action, DrainAllocated) or action.code not in _OURS_AGAIN:
+            continue
+        job = jobs[action.intent_id]
+        for want in by_turn(facts.wanted, facts.turns):
+            if missing[want.run_id] > 0 and not _obstacle(job, want, engine_of, held, facts, rules):
+                missing[want.run_id] -= 1
+                held[job.owner] -= job.gpus
+                held[want.owner] += job.gpus
+                why = f"it goes on for run {want.run}: {predicted(rules)}; {action.reason}"
+                found.append(ChangeHands(job.intent_id, want.run_id, want.run, want.owner, why))
+                break
+    return found
+
+
+def handed(jobs: Iterable[OurJob], changes: Sequence[ChangeHands]) -> list[OurJob]:
+    """The jobs as they are once these changes of hands were ordered."""
+    to = {change.intent_id: change for change in changes}
+    return [
+        replace(job, run_id=to[job.intent_id].run_id, owner=to[job.intent_id].owner)
+        if job.intent_id in to
+        else job
+        for job in jobs
+    ]
+
+
+def slower(rules: HandsRules) -> bool:
+    """Whether a change of hands is predicted to take longer than to end the engine and start another."""
+    return rules.switch_s is not None and rules.start_s is not None and rules.switch_s > rules.start_s
+
+
+def predicted(rules: HandsRules) -> str:
+    """The predicted seconds until an engine is registered for the other run, by either way."""
+    switch = "not measured yet" if rules.switch_s is None else f"{rules.switch_s:.1f} s"
+    start = "not measured yet" if rules.start_s is None else f"{rules.start_s:.1f} s"
+    return f"to change hands is predicted to take {switch}, a new start {start}"
+
+
+def _obstacle(
+    job: OurJob,
+    want: Demand,
+    engine_of: Mapping[int, str],
+    held: Counter[str],
+    facts: StartFacts,
+    rules: HandsRules,
+) -> str:
+    """Why this engine cannot go on for this run; "" where it can."""
+    mine = engine_of.get(job.run_id, "")
+    if not mine or not want.hands:
+        return "one of the two runs keeps its processes for itself (run.isolation), or is not open"
+    if mine != want.hands:
+        return "its engine is of another kind, and would be built anew"
+    if (job.gpus, job.n_nodes) != (want.gpus, 1) or want.nodes_per_engine != 1:
+        return "the sizes differ"
+    if not job.connected or job.changing_since:
+        return "its engine is not there, or changes hands already"
+    if rules.by_owner and job.owner != want.owner:
+        return "its job is accounted to the owner of its run"
+    others = want.owner != job.owner
+    if others and want.owner_gpus is not None and held[want.owner] + job.gpus > want.owner_gpus:
+        return "owners.max_gpus"
+    if facts.kept.get(job.node, want.run_id) != want.run_id:
+        return "its node is kept for another run"
+    return (
+        "" if _on_nodes_of(want.owner, job.node, facts, facts.limits) else "its owner may not use this node"
+    )
+
+
+def _on_nodes_of(owner: str, node: str, facts: StartFacts, limits: HarvestLimits) -> bool:
+    rule = next((rule for rule in limits.owners if rule.owner == owner), None)
+    only = nodes_of(rule, facts.view.nodes) if rule is not None else None
+    return only is None or node in only
