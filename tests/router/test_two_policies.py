@@ -172,6 +172,49 @@ def test_a_trainer_that_goes_back_is_given_again_what_the_later_steps_took(resta
     assert states(bench) == ["consumed", "due"]
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_step_took_is_in_the_ledger_alone(stored: bool, tmp_path: Path) -> None:
+    """Until its checkpoint, which may be far: the daemon's memory does not grow with the steps between."""
+    bench = TwoRuns()
+    if stored:
+        bench.ledger = StoredLedger(f"sqlite:///{tmp_path}/ledger.db")
+    bench = begun(bench, ahead=2)
+    played(bench, "e", "f")
+    bench.deliver(bench.share("e"), bench.share("f", 1))
+    [group] = bench.want()
+    bench.train(1, group)
+    run = bench.router.core.runs["s"]
+    assert run.deliveries.by_id == {}
+    bench.restart()
+    run = bench.router.core.runs["s"]
+    assert run.deliveries.by_id == {}
+    bench.begin("s", 0)
+    assert bench.want(1) == [group], "with all its rows, from the ledger"
+
+
+def test_a_rewind_takes_back_no_more_than_may_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = opened(ahead=2)
+    played(bench, "e", "f")
+    bench.deliver(bench.share("e"))
+    bench.deliver(bench.share("f"), prompt=1)
+    first, second = bench.want()
+    bench.train(1, first)
+    bench.train(2, second)
+    rows = {i: one.rows for i, one in bench.ledger.deliveries.items()}
+    whole = bench.ledger.taken_deliveries
+    monkeypatch.setattr(
+        bench.ledger,
+        "taken_deliveries",
+        lambda run_id, after: tuple(
+            msgspec.structs.replace(one, rows=b"" if one.delivery_id == 1 else rows[one.delivery_id])
+            for one in whole(run_id, after)
+        ),
+    )
+    bench.begin("s", 0)
+    assert bench.want(1) == [second]
+    assert states(bench) == ["dropped", "due"]
+
+
 def test_what_an_older_attempt_took_is_fenced() -> None:
     bench = opened()
     played(bench, "e")
