@@ -83,7 +83,8 @@ def test_a_purge_takes_what_a_policy_said_in_another_run_s_episodes(url: str) ->
 def test_a_purge_takes_them_in_portions(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's writer waits for no more than one portion, however many a run has; so it is with answers of tools."""
     bench, episodes = opened(), "efghi"
-    played(bench, *episodes)
+    for episode in episodes:
+        played(bench, episode)
     bench.deliver(*(bench.share(one, index) for index, one in enumerate(episodes)))
     for number in range(5):
         asked = AskTool("e", f"{number}.0", "mail.send", b"w" * 16)

@@ -16,6 +16,8 @@ from scavenger.protocol.messages import (
     EndEpisode,
     EpisodesOver,
     Ok,
+    OpenRun,
+    RunOpened,
     TurnAccepted,
     pack_tokens,
 )
@@ -64,6 +66,28 @@ def test_a_run_whose_policy_does_not_take_its_episodes_is_not_opened() -> None:
     denied = bench.begin("r")
     assert isinstance(denied, Denied)
     assert "data.episodes_of" in denied.remedy
+
+
+def with_vocabulary(run: str, digest: str) -> OpenRun:
+    body = open_body(run)
+    return msgspec.structs.replace(body, engine=msgspec.structs.replace(body.engine, vocabulary=digest))
+
+
+@pytest.mark.parametrize(("first", "then"), [("s", "r"), ("r", "s")])
+def test_policies_with_different_tokenizers_are_refused_when_a_run_is_opened(first: str, then: str) -> None:
+    """The environment hands tokens of one model to the other: to another vocabulary they are other words."""
+    bench = TwoRuns()
+    bench.of("s", with_vocabulary("s", "one" if first == "s" else ""))
+    if first == "r":
+        bench.of("r", with_vocabulary("r", "one"))
+    denied = bench.of(then, with_vocabulary(then, "other"))
+    assert isinstance(denied, Denied)
+    assert "different tokenizers" in denied.reason
+    assert f"'{first}'" in denied.reason
+    bench.restart()
+    denied = bench.of(then, with_vocabulary(then, "other"))
+    assert isinstance(denied, Denied), "a restarted daemon knows it too"
+    assert isinstance(bench.of(then, with_vocabulary(then, "one")), RunOpened)
 
 
 def test_a_policy_that_has_ended_is_refused_and_named() -> None:

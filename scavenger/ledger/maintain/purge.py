@@ -232,7 +232,7 @@ def _answers_of_tools(connection: sa.Connection, run_id: int, name: str, after: 
 
 
 def _delivered(connection: sa.Connection, run_id: int, name: str, after: int) -> int | None:
-    """As `_portion`, of what the run's policy said, and the prompts that it was asked: its own tokens, whichever run played the episodes."""
+    """As `_portion`, of what the run's policy said and was asked: its own tokens, whichever run played the episodes."""
     _lock(connection, run_id, name)
     kept = deliveries.c.run_id == run_id, sa.func.length(deliveries.c.episode_rows) > 0
     return _emptied(connection, deliveries.c.delivery_id, deliveries.c.episode_rows, after, *kept)

@@ -95,7 +95,21 @@ def opening_fault(core: Core, owner_key: str, body: OpenRun) -> Denied | None:
         )
         return Denied("not-owner", why, "name a run of your own in data.episodes_of")
     faults = (fault_of(core, body.run, owner_key, name) for name in body.policies)
-    return next((fault for fault in faults if fault is not None), None)
+    if (fault := next((one for one in faults if one is not None), None)) is not None:
+        return fault
+    plays_this_one = source is not None and not source.ended and body.run in source.settings.policies
+    beside = [core.runs[name] for name in body.policies]
+    beside += [source] if source is not None and plays_this_one else []
+    return next((fault for one in beside if (fault := _vocabulary_fault(body, one)) is not None), None)
+
+
+def _vocabulary_fault(body: OpenRun, other: ActiveRun) -> Denied | None:
+    """The environment reads and writes tokens of the run that plays, for all agents: to another vocabulary they are other words."""
+    mine, theirs = body.engine.vocabulary, other.engine.vocabulary
+    if not mine or not theirs or mine == theirs:
+        return None
+    why = f"the models of runs {body.run!r} and {other.name!r} have different tokenizers, and their episodes share tokens"
+    return Denied("invalid", why, "give both runs a model.path with the same tokenizer.json")
 
 
 def others_of(core: Core, run: ActiveRun) -> list[ActiveRun]:

@@ -493,8 +493,8 @@ class Delivery:
 
 @dataclass(slots=True)
 class RunDeliveries:
-    """What is due to the run's trainer. `by_id`: no others; the ledger has what steps took, which a resume may take back. `wanted`: what the
-    trainer asked for last; `held`: groups that it has. `over_sent`: it knows that no further one comes.
+    """What is due to the run's trainer. `by_id`: nothing else, for the ledger has what steps took. `wanted`: what the trainer asked for
+    last; `held`: groups that it has. `over_sent`: it knows that no further one comes.
     """
 
     by_id: dict[int, Delivery] = field(default_factory=dict)
