@@ -130,6 +130,7 @@ PURE = (
     "trainer/data/curriculum.py",
     "trainer/data/group_filter.py",
     "trainer/data/mixture.py",
+    "trainer/data/prefixes.py",
     "trainer/data/replay.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.

@@ -143,6 +143,21 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
             ["context_parallel > 1 needs packing = true"],
         ),
         (
+            "max_tokens = 16",
+            "max_tokens = 16\n[trainer]\nshare_prefixes = true\npacking = false",
+            ["share_prefixes = true needs packing = true and context_parallel = 1"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[trainer]\nshare_prefixes = true\ncontext_parallel = 2",
+            ["share_prefixes = true needs packing = true and context_parallel = 1"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[trainer]\nshare_prefixes = true\n[algorithm]\nrouter_replay = true",
+            ["router_replay = true needs trainer.share_prefixes = false"],
+        ),
+        (
             "[model]",
             "deterministic = true\n[trainer]\nreplicas = 2\n[model]",
             ["deterministic = true needs trainer.replicas = 1"],

@@ -65,7 +65,7 @@ from trainer.algorithms.scoring import Scorer, Scoring
 from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.data.group_filter import GroupFilter
-from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens, unknown_note
+from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens, unknown_note, vocabulary
 from trainer.engine_control import of_job
 from trainer.episodes import delivered
 from trainer.episodes.opening import Opened, opened
@@ -138,6 +138,9 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         config.algorithm.kv == "keep",
         config.engine.speculation,
         config.engine.move_kv,
+        vocabulary(open_tokenizer(config.model.path))
+        if config.data.policies or config.data.episodes_of
+        else "",
     )
 
 
@@ -324,9 +327,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         episodes = played.attach(run) if played else None
         run = episodes or run
         if 0 < config.run.steps <= start.step and not options.evaluate:
-            monitor.say(
-                f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
-            )
+            monitor.say(done_line(config, start.step))
         every = one_in(
             config.monitor.sample_groups,
             config.data.prompts_per_step,
@@ -373,6 +374,14 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         ranks.stop()
         monitor.say(finished_line(config, options))
     return 0
+
+
+def done_line(config: RunConfig, step: int) -> str:
+    """What is said first of a run whose steps are all done. One that another run plays for still answers for its agent."""
+    done = f"{step} steps are done, run.steps = {config.run.steps}"
+    if config.data.episodes_of:
+        return f"takes no more steps: {done}"
+    return f"nothing is left to train: {done}; to go on, raise it"
 
 
 def finished_line(config: RunConfig, options: argparse.Namespace) -> str:

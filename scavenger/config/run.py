@@ -771,6 +771,10 @@ class TrainerSection(Section):
     packing: bool = True
     """`true`: samples of a micro-batch lie in one line, without padding. `false`: they are padded to the
     longest, for models whose attention cannot separate packed samples. Not used when `deterministic`."""
+    share_prefixes: bool = False
+    """`true`: what several samples of a micro-batch begin with (a group's prompt, the turns that branches of an episode
+    share) is computed once ([models.md](models.md#shared-prefixes-trainershare_prefixes)). Needs `packing` and
+    `context_parallel = 1`, and goes with no `algorithm.router_replay`. Not used when `deterministic`."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type in which layers compute; master weights, gradient sums and the optimizer are float32 in any case.
     `auto`: bfloat16 on a GPU, else float32. Not used when `deterministic`."""
@@ -799,6 +803,10 @@ class TrainerSection(Section):
         if self.context_parallel > 1 and not self.packing:
             raise ValueError(
                 "context_parallel > 1 needs packing = true: the samples' borders say who sees whom; set one of them"
+            )
+        if self.share_prefixes and (not self.packing or self.context_parallel > 1):
+            raise ValueError(
+                "share_prefixes = true needs packing = true and context_parallel = 1: a prefix is once in one rank's line; set one of them"
             )
         return self
 
@@ -1013,6 +1021,11 @@ class RunConfig(Section):
             raise ValueError(f"engine.speculation with vLLM is for engines of one GPU; {off}")
 
     def _replays(self) -> None:
+        if self.trainer.share_prefixes:
+            raise ValueError(
+                "algorithm.router_replay = true needs trainer.share_prefixes = false: samples that share a token may have sent it to "
+                "different experts"
+            )
         if self.trainer.context_parallel > 1:
             raise ValueError(
                 "algorithm.router_replay = true needs trainer.context_parallel = 1: recorded experts are not cut over ranks"

@@ -48,7 +48,7 @@ from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.maintain.keeper import Keeper
 from scavenger.ledger.read import history, reader
-from scavenger.ledger.records import Event, Heartbeat, OpenGroup, Snapshot
+from scavenger.ledger.records import DeliveryState, Event, Heartbeat, OpenGroup, Snapshot
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.transaction import Generation, history_began
 from scavenger.ledger.write.writer import Writer, WriterState
@@ -60,7 +60,7 @@ from scavenger.policy.fleet_size import Demand, without
 from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
 from scavenger.protocol.key_requests import make_public
-from scavenger.router.core import worker_counts, workers
+from scavenger.router.core import deliveries, worker_counts, workers
 from scavenger.router.core.events import PastRead, TopologyRead
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
@@ -302,6 +302,7 @@ class Daemon:
             payloads,
             self._read_payloads,
             self._read_pass_rates,
+            self._read_taken,
         )
         self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
         return server
@@ -566,6 +567,10 @@ class Daemon:
         self, run_id: int, until_step: int, solved_at: float
     ) -> tuple[tuple[int, int, int, int], ...]:
         return await asyncio.to_thread(reader.pass_rates, self._engine, run_id, until_step, solved_at)
+
+    async def _read_taken(self, run_id: int, after_step: int) -> tuple[DeliveryState, ...]:
+        most = deliveries.MAX_DUE_BYTES
+        return await asyncio.to_thread(reader.taken_deliveries, self._engine, run_id, after_step, most)
 
     async def _read_payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)

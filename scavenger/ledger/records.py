@@ -693,7 +693,8 @@ class EpisodeState(msgspec.Struct, frozen=True):
 
 
 class DeliveryState(msgspec.Struct, frozen=True):
-    """A delivery that is due, or that a step took which a resume may take back. `state`: "due", or as of `DeliveryTaken`."""
+    """A delivery that is due, or that a step took which a resume takes back. `state`: "due", or as of `DeliveryTaken`. `rows`: empty where
+    they were left out of what is read."""
 
     delivery_id: int
     run_id: int

@@ -36,6 +36,7 @@ from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
 from trainer.algorithms.rewards import RewardRunner
 from trainer.algorithms.scoring import ENDED_BY_LENGTH, Scoring
+from trainer.episodes.delivered import OVER
 from trainer.loop.metrics import Capacity, Judgement, TokenSources, summarise, summarise_evaluation
 
 SECRET = "swordfish"
@@ -275,6 +276,7 @@ def test_our_own_trainer_says_only_what_is_known() -> None:
     answers = [Judgement(1.0, 3, cut=False)] * 9
     assert set(summarise_evaluation([answers], [answers])) <= redaction.METRICS
     assert redaction.is_known(ENDED_BY_LENGTH)
+    assert redaction.is_known(OVER)
     for rewards in ([0.5, 0.5], [1e-7, 1e-7], [1e20, 1e20], [0.0, 1.0]):
         values = torch.tensor(rewards, dtype=torch.float64)
         for usable in ([True, True], [True, False], [False, False]):

@@ -235,7 +235,8 @@ class Bench:
         rates = (
             () if ask.solved_at is None else self.ledger.pass_rates(ask.run_id, ask.after_step, ask.solved_at)
         )
-        self.handle(HistoryRead(ask.run_id, ask.attempt, history, rates))
+        taken = self.ledger.taken_deliveries(ask.run_id, ask.after_step)
+        self.handle(HistoryRead(ask.run_id, ask.attempt, history, rates, taken))
 
     def restart(self) -> None:
         """The daemon dies; another starts from what was committed. Every connection is gone."""

@@ -18,6 +18,7 @@ from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.moves import MoveLog
+from scavenger.router.core import deliveries
 from scavenger.router.core.payloads import Payload
 from scavenger.weights import manifest as manifests
 
@@ -388,6 +389,11 @@ class Ledger:
     def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return self._wanted(run_id, after_step)
 
+    def taken_deliveries(self, run_id: int, after_step: int) -> tuple[rec.DeliveryState, ...]:
+        ends = ("consumed", "filtered", "masked")
+        mine = (one for _, one in sorted(self.deliveries.items()) if one.run_id == run_id)
+        return tuple(one for one in mine if one.state in ends and one.ended_step > after_step)
+
     def pass_rates(
         self, run_id: int, until_step: int, solved_at: float
     ) -> tuple[tuple[int, int, int, int], ...]:
@@ -458,9 +464,7 @@ class Ledger:
             next_tool_call_id=after(self.tool_calls),
             next_delivery_id=after(self.deliveries),
             deliveries=tuple(
-                one
-                for one in self.deliveries.values()
-                if one.state in ("due", "consumed", "filtered", "masked") and one.run_id in active
+                one for one in self.deliveries.values() if one.state == "due" and one.run_id in active
             ),
             tool_calls=tuple(
                 call
@@ -507,6 +511,9 @@ class StoredLedger(Ledger):
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return reader.replay_groups(self._engine, run_id, after_step)
+
+    def taken_deliveries(self, run_id: int, after_step: int) -> tuple[rec.DeliveryState, ...]:
+        return reader.taken_deliveries(self._engine, run_id, after_step, deliveries.MAX_DUE_BYTES)
 
     def pass_rates(
         self, run_id: int, until_step: int, solved_at: float

@@ -127,7 +127,9 @@ class Daemon(Bench):
 
     def read(self) -> None:
         ask = self.reads.pop(0)
-        self.handle(HistoryRead(ask.run_id, ask.attempt, self.ledger.history(ask.run_id, ask.after_step)))
+        groups = self.ledger.history(ask.run_id, ask.after_step)
+        taken = self.ledger.taken_deliveries(ask.run_id, ask.after_step)
+        self.handle(HistoryRead(ask.run_id, ask.attempt, groups, (), taken))
 
     def settle(self) -> None:
         while self.writes or self.reads or self.answers:

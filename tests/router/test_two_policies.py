@@ -16,6 +16,8 @@ from scavenger.protocol.messages import (
     EndEpisode,
     EpisodesOver,
     Ok,
+    OpenRun,
+    RunOpened,
     TurnAccepted,
     pack_tokens,
 )
@@ -64,6 +66,28 @@ def test_a_run_whose_policy_does_not_take_its_episodes_is_not_opened() -> None:
     denied = bench.begin("r")
     assert isinstance(denied, Denied)
     assert "data.episodes_of" in denied.remedy
+
+
+def with_vocabulary(run: str, digest: str) -> OpenRun:
+    body = open_body(run)
+    return msgspec.structs.replace(body, engine=msgspec.structs.replace(body.engine, vocabulary=digest))
+
+
+@pytest.mark.parametrize(("first", "then"), [("s", "r"), ("r", "s")])
+def test_policies_with_different_tokenizers_are_refused_when_a_run_is_opened(first: str, then: str) -> None:
+    """The environment hands tokens of one model to the other: to another vocabulary they are other words."""
+    bench = TwoRuns()
+    bench.of("s", with_vocabulary("s", "one" if first == "s" else ""))
+    if first == "r":
+        bench.of("r", with_vocabulary("r", "one"))
+    denied = bench.of(then, with_vocabulary(then, "other"))
+    assert isinstance(denied, Denied)
+    assert "different tokenizers" in denied.reason
+    assert f"'{first}'" in denied.reason
+    bench.restart()
+    denied = bench.of(then, with_vocabulary(then, "other"))
+    assert isinstance(denied, Denied), "a restarted daemon knows it too"
+    assert isinstance(bench.of(then, with_vocabulary(then, "one")), RunOpened)
 
 
 def test_a_policy_that_has_ended_is_refused_and_named() -> None:
@@ -170,6 +194,49 @@ def test_a_trainer_that_goes_back_is_given_again_what_the_later_steps_took(resta
     bench.begin("s", 1)
     assert bench.want(2) == [second]
     assert states(bench) == ["consumed", "due"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_step_took_is_in_the_ledger_alone(stored: bool, tmp_path: Path) -> None:
+    """Until its checkpoint, which may be far: the daemon's memory does not grow with the steps between."""
+    bench = TwoRuns()
+    if stored:
+        bench.ledger = StoredLedger(f"sqlite:///{tmp_path}/ledger.db")
+    bench = begun(bench, ahead=2)
+    played(bench, "e", "f")
+    bench.deliver(bench.share("e"), bench.share("f", 1))
+    [group] = bench.want()
+    bench.train(1, group)
+    run = bench.router.core.runs["s"]
+    assert run.deliveries.by_id == {}
+    bench.restart()
+    run = bench.router.core.runs["s"]
+    assert run.deliveries.by_id == {}
+    bench.begin("s", 0)
+    assert bench.want(1) == [group], "with all its rows, from the ledger"
+
+
+def test_a_rewind_takes_back_no_more_than_may_be_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = opened(ahead=2)
+    played(bench, "e", "f")
+    bench.deliver(bench.share("e"))
+    bench.deliver(bench.share("f"), prompt=1)
+    first, second = bench.want()
+    bench.train(1, first)
+    bench.train(2, second)
+    rows = {i: one.rows for i, one in bench.ledger.deliveries.items()}
+    whole = bench.ledger.taken_deliveries
+    monkeypatch.setattr(
+        bench.ledger,
+        "taken_deliveries",
+        lambda run_id, after: tuple(
+            msgspec.structs.replace(one, rows=b"" if one.delivery_id == 1 else rows[one.delivery_id])
+            for one in whole(run_id, after)
+        ),
+    )
+    bench.begin("s", 0)
+    assert bench.want(1) == [second]
+    assert states(bench) == ["dropped", "due"]
 
 
 def test_what_an_older_attempt_took_is_fenced() -> None:

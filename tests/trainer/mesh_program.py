@@ -34,7 +34,8 @@ from scavenger.weights.source import WeightServer
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
 from trainer.checkpoint import checkpoint
-from trainer.data.batching import Micro, TrainRow, balanced
+from trainer.data import batching, prefixes
+from trainer.data.batching import Micro, TrainRow
 from trainer.loop.comm import Comm, disconnect, join
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
@@ -82,6 +83,8 @@ KINDS = {
     "replicas-2-context-2-lora": Kind({"replicas": 2, "context_parallel": 2}, REFERENCE, LORA),
     "plain-experts": Kind({}),
     "replicas-2-context-2-experts": Kind({"replicas": 2, "context_parallel": 2}),
+    "replicas-2-prefixes": Kind({"replicas": 2, "share_prefixes": True}),
+    "tensor-2-prefixes": Kind({"tensor_parallel": 2, "share_prefixes": True}),
     "context-2-lost": Kind({"context_parallel": 2}),
 }
 LOST = "context-2-lost"
@@ -107,8 +110,9 @@ def groups() -> list[tuple[TrainRow, ...]]:
     return [make_group(number, most=4 if number % 2 else 24) for number in range(GROUPS)]
 
 
-def train(ranks: Ranks) -> dict[str, Any]:
+def train(ranks: Ranks, kind: str) -> dict[str, Any]:
     """The gradients of a step, after logprobs were computed as for a later mini-batch."""
+    balanced = prefixes.balanced if kind.endswith("prefixes") else batching.balanced
     found: dict[int, list[float]] = {}
     for micros in balanced(groups()[:2], budget=BUDGET, ranks=ranks.data_parallel):
         for sample_id, packed in ranks.proximal(micros).items():
@@ -169,7 +173,7 @@ def step(comm: Comm, mesh: DeviceMesh, model: Path, kind: str, out: Path) -> Non
             serve(comm, learner, publisher)
             together(comm)
             return
-        found = train(ranks)
+        found = train(ranks, kind)
         ranks.stop()
         save_file(gradients(learner), out / "gradients.safetensors")
         found |= update(ranks, out)

@@ -19,6 +19,7 @@ from scavenger.protocol import keys
 from scavenger.weights.source import serving_interface
 from tests.trainer.test_local import write_run
 from trainer.checkpoint import checkpoint
+from trainer.data.prompts import open_tokenizer, vocabulary
 from trainer.local import LocalRun
 from trainer.loop import step
 from trainer.loop.comm import Solo
@@ -83,6 +84,21 @@ def test_who_can_reach_the_daemon_can_reach_the_weights(
         host = "127.0.0.1" if interface == "127.0.0.1" else socket.gethostname()
         with program.weights_source(chosen, Solo(), Ending()) as source:
             assert source.endpoint.startswith(f"tcp://{host}:")
+
+
+def test_a_run_that_answers_in_another_s_episodes_names_its_vocabulary_and_when_it_is_done_no_remedy(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    alone = read_run(write_run(tmp_path, model_folder, steps=4, out="x"))
+    data = alone.data.model_copy(update={"episodes_of": "proposer"})
+    solver = alone.model_copy(update={"data": data})
+    assert program.done_line(solver, 4) == "takes no more steps: 4 steps are done, run.steps = 4"
+    assert program.done_line(alone, 4).startswith("nothing is left to train: 4 steps are done")
+    assert program.engine_spec(alone).vocabulary == "", "its tokens are nobody else's"
+    mine = open_tokenizer(model_folder)
+    assert program.engine_spec(solver).vocabulary == vocabulary(mine)
+    mine.add_tokens(["one more"])
+    assert vocabulary(mine) != vocabulary(open_tokenizer(model_folder))
 
 
 def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tmp_path: Path) -> None:

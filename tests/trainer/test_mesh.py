@@ -37,6 +37,8 @@ ON_TWO = (
     "tensor-2-whole-head",
     "tensor-2-lora",
     "tensor-2-experts",
+    "replicas-2-prefixes",
+    "tensor-2-prefixes",
 )
 ON_FOUR = ("replicas-2-context-2-lora", "tensor-2-context-2")
 ON_FOUR_LONG = (

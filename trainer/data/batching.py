@@ -55,14 +55,18 @@ class TrainRow(msgspec.Struct, frozen=True):
 
 
 class Micro(msgspec.Struct, frozen=True):
-    """One rank's work of one micro-step: rows padded to `width` tokens each, or (0) packed into one line without padding."""
+    """One rank's work of one micro-step: rows padded to `width` tokens each, or (0) packed into one line without padding. `shared`: tokens
+    that rows begin with alike and that are computed for one of them alone (`trainer.data.prefixes`)."""
 
     rows: tuple[TrainRow, ...]
     width: int
+    shared: int = 0
 
     @property
     def computed_tokens(self) -> int:
-        return len(self.rows) * self.width if self.width else sum(row.tokens for row in self.rows)
+        return (
+            len(self.rows) * self.width if self.width else sum(row.tokens for row in self.rows) - self.shared
+        )
 
 
 def filler(like: Micro) -> Micro:

@@ -1,8 +1,9 @@
 """Tensors of a micro-batch. Knows rows and tensors, no model.
 
-Two layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
-company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. What the loss needs is flat in both: the
-trained tokens of one sample after another. Observations between them are seen by the model, and are nothing to the loss.
+Three layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
+company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. *Branched*: as packed, but a prefix that
+samples share is there once. What the loss needs is flat in all: the trained tokens of one sample after another. Observations between them
+are seen by the model, and are nothing to the loss.
 Boundary: tensors of a micro-batch; pure.
 """
 
@@ -10,17 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.data import prefixes
 from trainer.data.batching import Micro, TrainRow
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`inputs` [L, T] int64; `positions` [1, T] and `borders` [S + 1] int32 where samples are packed, else None.
+
+    Branched: `seen` [K] int64 are the places in the line that each piece between borders sees, its own last; `seen_borders` [S + 1] int32
+    their shares of it, `longest_seen` the largest. Else None and 0.
 
     The rest is flat over trained tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
     themselves, `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
@@ -39,6 +45,9 @@ class Batch:
     advantages: Tensor
     routing: Tensor | None = None
     others: Tensor | None = None
+    seen: Tensor | None = None
+    seen_borders: Tensor | None = None
+    longest_seen: int = 0
 
     def to(self, device: torch.device) -> Batch:
         moved: dict[str, Any] = {
@@ -56,7 +65,7 @@ def padded(micro: Micro, dtype: torch.dtype) -> Batch:
     for line, row in enumerate(micro.rows):
         text = _ids(row.prompt + row.completion)[:-1]
         inputs[line, : len(text)] = text
-    return _batch(micro, dtype, inputs, [line * width for line in range(len(micro.rows))])
+    return _batch(micro, dtype, inputs, [line * width + _before(row) for line, row in enumerate(micro.rows)])
 
 
 def packed(micro: Micro, dtype: torch.dtype) -> Batch:
@@ -66,9 +75,48 @@ def packed(micro: Micro, dtype: torch.dtype) -> Batch:
     lengths = torch.tensor([len(text) for text in texts])
     borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     positions = torch.cat([torch.arange(len(text)) for text in texts]).unsqueeze(0)
-    return _batch(
-        micro, dtype, torch.cat(texts).unsqueeze(0), borders[:-1].tolist(), positions, borders.to(torch.int32)
+    at = [start + _before(row) for start, row in zip(borders[:-1].tolist(), micro.rows, strict=True)]
+    return _batch(micro, dtype, torch.cat(texts).unsqueeze(0), at, positions, borders.to(torch.int32))
+
+
+def branched(micro: Micro, dtype: torch.dtype) -> Batch:
+    """As `packed`, with each prefix that rows share once. A row's path: where in the line its tokens are, whichever row brought them.
+
+    A row that adds nothing has no piece of the line: its tokens predict what they do for a row before.
+    """
+    rows = micro.rows
+    pieces: list[Tensor] = []
+    positions: list[Tensor] = []
+    seen: list[Tensor] = []
+    paths: dict[int, Tensor] = {}
+    path, length = torch.zeros(0, dtype=torch.int64), 0
+    for place, begin in prefixes.branches(rows):
+        own = _ids(prefixes.text_of(rows[place]))[begin:]
+        path = paths[place] = torch.cat([path[:begin], torch.arange(length, length + len(own))])
+        length += len(own)
+        if len(own):
+            pieces.append(own)
+            positions.append(torch.arange(begin, len(path)))
+            seen.append(path)
+    batch = _batch(
+        micro,
+        dtype,
+        torch.cat(pieces).unsqueeze(0),
+        [paths[place][_before(row)] for place, row in enumerate(rows)],
+        torch.cat(positions).unsqueeze(0),
+        _borders(pieces),
     )
+    return replace(
+        batch,
+        longest=max(len(piece) for piece in pieces),
+        seen=torch.cat(seen),
+        seen_borders=_borders(seen),
+        longest_seen=max(len(path) for path in seen),
+    )
+
+
+def _borders(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([0, *accumulate(len(piece) for piece in pieces)], dtype=torch.int32)
 
 
 def _ids(tokens: bytes) -> Tensor:
@@ -79,13 +127,12 @@ def _batch(
     micro: Micro,
     dtype: torch.dtype,
     inputs: Tensor,
-    starts: list[int],
+    at: list[Tensor],
     positions: Tensor | None = None,
     borders: Tensor | None = None,
 ) -> Batch:
     rows = micro.rows
     places = [_places(row) for row in rows]
-    at = [start + _first(row) + place for start, row, place in zip(starts, rows, places, strict=True)]
     known = any(row.proximal for row in rows)
     return Batch(
         inputs=inputs,
@@ -118,9 +165,9 @@ def _routing(rows: Sequence[TrainRow]) -> Tensor | None:
     return torch.frombuffer(joined, dtype=torch.uint8).view(tokens, -1)
 
 
-def _first(row: TrainRow) -> int:
-    """The place whose output predicts the first completion token: the prompt's last."""
-    return len(row.prompt) // 4 - 1
+def _before(row: TrainRow) -> Tensor:
+    """Of each trained token the place in its row whose output predicts it: of the first completion token the prompt's last."""
+    return len(row.prompt) // 4 - 1 + _places(row)
 
 
 def _places(row: TrainRow) -> Tensor:

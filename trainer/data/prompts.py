@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from blake3 import blake3
 from tokenizers import Tokenizer
 
@@ -498,6 +499,12 @@ def open_tokenizer(folder: Path) -> Tokenizer:
         raise ConfigError(
             f"{path} is no tokenizer: {error}", "save the model's fast tokenizer there"
         ) from error
+
+
+def vocabulary(tokenizer: Tokenizer) -> str:
+    """Digest of the tokens by their ids: equal where ids mean the same tokens, whatever the tokenizers do to text before."""
+    found = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return blake3(msgspec.json.encode(found)).hexdigest()
 
 
 def stop_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:

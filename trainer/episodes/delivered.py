@@ -32,6 +32,8 @@ from trainer.loop.ending import EndRequested
 
 #: Between two looks at what came, and at whether this trainer was told to end.
 LOOK_S = 0.25
+#: Why an episode is not trained of which the group has enough; `scavenger.ledger.redaction` knows it.
+OVER = "over data.samples_per_prompt"
 
 
 class EpisodesOver(EndRequested):
@@ -187,7 +189,7 @@ class DeliveredRun(PassingRun):
         taken = {one.sample_id for one in outcomes}
         over = [id_ for id_, of_group in self._groups.items() if of_group <= taken]
         beyond = [
-            messages.SampleOutcome(delivery, "filtered", 0.0, 0.0, "over data.samples_per_prompt")
+            messages.SampleOutcome(delivery, "filtered", 0.0, 0.0, OVER)
             for id_ in over
             for delivery in self._beyond.pop(id_)
         ]

@@ -26,7 +26,7 @@ from scavenger.protocol.step_session import StepSession
 from trainer.algorithms import agreement, differences
 from trainer.algorithms.rows import DenominatorShare, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
-from trainer.data import replay
+from trainer.data import prefixes, replay
 from trainer.data.batching import (
     Micro,
     TrainRow,
@@ -177,6 +177,7 @@ class _Work:
     divisors: dict[int, float] = field(default_factory=dict)  # by mini-batch
     sources: TokenSources = field(default_factory=TokenSources)
     micro_steps: int = 0
+    shared: int = 0  # tokens of prefixes that were computed for another sample
     rounds: int = 0  # of micro-steps, each over all groups that waited
 
 
@@ -482,6 +483,8 @@ class Stepper:
         trainer, at_once = self._config.trainer, self._ranks.data_parallel
         if self._config.run.deterministic:
             return rounds(one_per_group(groups, width=work.width), at_once)
+        if trainer.share_prefixes:
+            return prefixes.balanced(groups, budget=trainer.micro_batch_tokens, ranks=at_once)
         budget = trainer.micro_batch_tokens * trainer.context_parallel
         if trainer.packing:
             return balanced(groups, budget=budget, ranks=at_once)
@@ -495,6 +498,7 @@ class Stepper:
             for stats in self._ranks.train(one_round):
                 self._note_apart(work, stats)
                 work.stats[stats.sample_id] = msgspec.structs.replace(stats, difference=b"")
+            work.shared += sum(micro.shared for micro in one_round)
             work.micro_steps += 1
 
     def _note_apart(self, work: _Work, stats: RowStats) -> None:
@@ -779,6 +783,7 @@ class Stepper:
             "groups_outside": float(sum(bool(group.outside) for group in ordered)),
             "groups_replayed": float(len(work.replayed)),
             "micro_steps": float(work.micro_steps),
+            **({"tokens_shared": float(work.shared)} if self._config.trainer.share_prefixes else {}),
             "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),
             "engines_set_aside": float(work.aside.engines),

@@ -32,11 +32,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from scavenger.errors import ConfigError
 from trainer.data.collate import Batch
-from trainer.model.attention import PACKED, no_mask, packed_attention
+from trainer.model.attention import PACKED, no_mask, packed_attention, unlike
 from trainer.model.mesh import check_heads
 
-#: Layers that see other tokens through attention alone.
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _numbers = count()
 
 
@@ -136,15 +134,7 @@ def check_model(model: Any, ranks: int, tensor: int = 1) -> None:
     may be without weights."""
     config = model.config.get_text_config()
     check_heads(config.num_attention_heads, ranks, tensor)
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if getattr(model, "_is_stateful", False):
-        kinds.add("recurrent")
-    why = f"{', '.join(sorted(kinds))} layers see other tokens by themselves" if kinds else ""
-    if getattr(config, "attn_logit_softcapping", None):
-        why = "its attention caps scores"
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        why = "its attention has sinks"
-    if why:
+    if why := unlike(model):
         raise ConfigError(
             f"trainer.context_parallel = {ranks}: ranks cannot share the tokens of {type(model).__name__}: {why}",
             "set trainer.context_parallel = 1",

@@ -29,7 +29,7 @@ from torch.nn import functional
 from scavenger.errors import ConfigError
 from trainer.algorithms.loss import picked_logprobs, token_logprobs
 from trainer.data.collate import Batch
-from trainer.model.attention import borders_of
+from trainer.model.attention import borders_of, branches_of
 from trainer.model.crossing import entering, gathered
 from trainer.model.sharding import reshard
 
@@ -327,7 +327,10 @@ def check(model: Any, batch: Batch) -> None:
 def _layout(batch: Batch) -> dict[str, Any]:
     if batch.borders is None:
         return {}
-    return {"position_ids": batch.positions} | borders_of(batch.borders, batch.longest)
+    at = {"position_ids": batch.positions}
+    if batch.seen is None or batch.seen_borders is None:
+        return at | borders_of(batch.borders, batch.longest)
+    return at | branches_of(batch.borders, batch.longest, batch.seen, batch.seen_borders, batch.longest_seen)
 
 
 def logprobs(model: Any, batch: Batch, temperature: float, *, deterministic: bool) -> Logprobs:

@@ -44,9 +44,9 @@ from trainer.algorithms.agreement import SpanAgreement, of_micro
 from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
-from trainer.data.collate import Batch, packed, padded
-from trainer.model import adapters, context, head, sharded_load, tensor_parallel
-from trainer.model.attention import PACKED
+from trainer.data.collate import Batch, branched, packed, padded
+from trainer.model import adapters, attention, context, head, sharded_load, tensor_parallel
+from trainer.model.attention import BRANCHED, PACKED
 from trainer.model.context import Context
 from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.mesh import Mesh, divide
@@ -82,7 +82,7 @@ class RowStats(msgspec.Struct, frozen=True):
     difference: bytes = b""
 
 
-def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+def load_model(folder: Path, dtype: torch.dtype, kernel: str = "sdpa") -> Any:
     """A whole causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings.
 
     Ranks read their shards alone (`sharded_load`).
@@ -96,7 +96,7 @@ def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=kernel,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
@@ -141,6 +141,7 @@ class Learner:
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
         self._packing = trainer.packing and not deterministic
+        self._shares_prefixes = trainer.share_prefixes and not deterministic
         self._head_chunk = 0 if deterministic else trainer.head_chunk_tokens
         self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
         self._recompute = trainer.activation_checkpointing
@@ -159,7 +160,9 @@ class Learner:
             probe = self._piece(self._batch(Micro((_short_row(),), 2)))
             for model in filter(None, (self.model, self._reference)):
                 head.check(model, probe)
-        if self._packing:
+        if self._shares_prefixes:
+            self._check_prefixes()
+        elif self._packing:
             self._check_packing()
         self.optimizer = torch.optim.AdamW(
             self.trained().values(),
@@ -178,10 +181,14 @@ class Learner:
         )
 
     def _load(self, folder: Path) -> Any:
-        attention = PACKED if self._packing else "sdpa"
+        kernel = PACKED if self._packing else "sdpa"
+        if self._shares_prefixes:
+            kernel = BRANCHED
         if self._context is not None:
-            attention = self._context.attention
-        model, plan = sharded_load.begin(folder, self.dtype, attention)
+            kernel = self._context.attention
+        model, plan = sharded_load.begin(folder, self.dtype, kernel)
+        if self._shares_prefixes:
+            attention.check_model(model)
         if self._context is not None:
             context.check_model(model, self.mesh.division.context, self.mesh.division.tensor)
         if self.mesh.tensor is not None:
@@ -228,12 +235,40 @@ class Learner:
                 "set trainer.context_parallel = 1" if shared else "set trainer.packing = false",
             )
 
+    @torch.no_grad()
+    def _check_prefixes(self) -> None:
+        """A sample must see its own prefix, whichever sample brought it, and nothing else of others. Raises `ConfigError` where the model
+        is otherwise."""
+        size = min(8, self.model.config.vocab_size)
+        lines = ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 6, 2], [1, 2, 3, 4, 6, 2, 3], [1, 2, 5, 0], [4, 0, 1, 3])
+        texts = [torch.tensor([token % size for token in one], dtype=torch.int32) for one in lines]
+        rows = tuple(
+            TrainRow(
+                -1, text[:2].numpy().tobytes(), text[2:].numpy().tobytes(), bytes(4 * len(text) - 8), 0.0
+            )
+            for text in texts
+        )
+        together = self._logprobs(self.model, self._batch(Micro(rows, 0))).values
+        with context.alone(self.model):
+            one_by_one = [packed(Micro((row,), 0), self.dtype).to(self.device) for row in rows]
+            alone = torch.cat([self._own_logprobs(self.model, one).values for one in one_by_one])
+        reshard(self.model)
+        gap = float((together - alone).abs().max())
+        if not gap <= (0.25 if self._compute == torch.bfloat16 else 1e-3):
+            raise ConfigError(
+                f"{type(self.model).__name__}: samples that share prefixes are not what each is alone (logprobs differ by {gap:.2g})",
+                "set trainer.share_prefixes = false",
+            )
+
     def _count(self, steps: int) -> Tensor:
         """Adam's count of steps; the fused form wants it beside the parameters."""
         return torch.tensor(float(steps), device=None if self.deterministic else self.device)
 
     def _batch(self, micro: Micro) -> Batch:
-        return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
+        layout = packed if self._packing else padded
+        if self._shares_prefixes:
+            layout = branched
+        return layout(micro, self.dtype).to(self.device)
 
     def _piece(self, batch: Batch) -> Batch:
         """What of it this rank computes."""

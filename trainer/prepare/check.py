@@ -305,8 +305,9 @@ def _ranks(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     if gpus.ranks_told:
         division = divide(gpus.ranks, config.trainer)
         check_nodes(gpus.per_node or gpus.ranks, config.trainer.tensor_parallel)
-    if max(config.trainer.context_parallel, config.trainer.tensor_parallel) > 1:
-        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples or layers
+    trainer = config.trainer
+    if max(trainer.context_parallel, trainer.tensor_parallel) > 1 or trainer.share_prefixes:
+        from trainer.prepare import ranks  # seconds of imports: only where it depends on the model
 
         ranks.check_model(config)
     seen.division = division

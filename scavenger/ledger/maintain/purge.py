@@ -40,7 +40,7 @@ from scavenger.ledger.schema import (
 from scavenger.ledger.write.transaction import open_connection
 
 T = TypeVar("T")
-#: One transaction's share. SQLite's writer waits for it.
+#: One transaction's share, of deliveries and of tools' answers too. SQLite's writer waits for it.
 PORTION_GROUPS = 32
 _TIMEOUT_S = 60.0
 #: Between two tries of a portion that found the ledger locked or away: nothing tells when it is free.
@@ -132,11 +132,12 @@ def purge(url: str, name: str, now: Callable[[], float] = time.time) -> Contents
     taken = survey(url, name)
     engine = store.open_engine(url)
     try:
-        after: int | None = 0
-        while after is not None:
-            after = _patiently(
-                engine, functools.partial(_portion, run_id=taken.run_id, name=name, after=after)
-            )
+        for portion in (_portion, _answers_of_tools, _delivered):
+            after: int | None = 0
+            while after is not None:
+                after = _patiently(
+                    engine, functools.partial(portion, run_id=taken.run_id, name=name, after=after)
+                )
         _patiently(engine, functools.partial(_finish, run_id=taken.run_id, name=name, now=now()))
     finally:
         engine.dispose()
@@ -223,6 +224,36 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
     return int(found[-1])
 
 
+def _answers_of_tools(connection: sa.Connection, run_id: int, name: str, after: int) -> int | None:
+    """As `_portion`, of what tools answered."""
+    _lock(connection, run_id, name)
+    answered = tool_calls.c.run_id == run_id, sa.func.length(tool_calls.c.answer) > 0
+    return _emptied(connection, tool_calls.c.call_id, tool_calls.c.answer, after, *answered)
+
+
+def _delivered(connection: sa.Connection, run_id: int, name: str, after: int) -> int | None:
+    """As `_portion`, of what the run's policy said and was asked: its own tokens, whichever run played the episodes."""
+    _lock(connection, run_id, name)
+    kept = deliveries.c.run_id == run_id, sa.func.length(deliveries.c.episode_rows) > 0
+    return _emptied(connection, deliveries.c.delivery_id, deliveries.c.episode_rows, after, *kept)
+
+
+def _emptied(
+    connection: sa.Connection,
+    key: sa.Column[int],
+    payload: sa.Column[bytes],
+    after: int,
+    *which: sa.ColumnElement[bool],
+) -> int | None:
+    """Empty the next rows' payloads; returns the last one's key, None when there are no more."""
+    keys = sa.select(key).where(*which, key > after).order_by(key).limit(PORTION_GROUPS)
+    found = list(connection.execute(keys).scalars())
+    if not found:
+        return None
+    connection.execute(sa.update(key.table).where(key.in_(found)).values({payload: b""}))
+    return int(found[-1])
+
+
 def _take_words(connection: sa.Connection, said: sa.Table, theirs: sa.ColumnElement[bool]) -> None:
     """Replace a trainer's free text on its samples: our own reasons stay, versions of its reward function become digests."""
     given = (theirs, said.c.state.in_(redaction.OUTCOMES), said.c.reason != "")
@@ -268,9 +299,5 @@ def _take_names(connection: sa.Connection, run_id: int) -> None:
 def _finish(connection: sa.Connection, run_id: int, name: str, now: float) -> None:
     _lock(connection, run_id, name)
     _take_names(connection, run_id)
-    answered = (tool_calls.c.run_id == run_id, tool_calls.c.answer.is_not(None))
-    connection.execute(sa.update(tool_calls).where(*answered).values(answer=b""))
-    # What its policy said, and the prompts that it was asked: the run's own tokens, whichever run played the episodes.
-    connection.execute(sa.update(deliveries).where(deliveries.c.run_id == run_id).values(episode_rows=b""))
     words = sa.case((runs.c.reason != "", PURGED), else_=runs.c.reason)
     connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now, reason=words))

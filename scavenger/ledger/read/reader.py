@@ -233,8 +233,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             # An attempt that resumed from an older checkpoint than those that are kept may replay from there.
             after = min(final, run.last_step)
             groups.extend(_groups(connection, run.created.run_id, after))
-            taken = _ask(connection, "snapshot_deliveries", run_id=run.created.run_id, after_step=after)
-            deliveries.extend(_struct(r.DeliveryState, row) for row in taken)
+            due = _ask(connection, "snapshot_deliveries", run_id=run.created.run_id)
+            deliveries.extend(_struct(r.DeliveryState, row) for row in due)
         workers = tuple(
             r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at"))
             for row in _ask(connection, "snapshot_workers")
@@ -310,6 +310,15 @@ def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.Op
     """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
     with reading(engine) as connection:
         return tuple(_groups(connection, run_id, after_step))
+
+
+def taken_deliveries(
+    engine: sa.Engine, run_id: int, after_step: int, most_bytes: int
+) -> tuple[r.DeliveryState, ...]:
+    """What steps after `after_step` took of other runs' episodes. Of older ones, beyond `most_bytes` of rows, without their rows."""
+    wanted = {"run_id": run_id, "after_step": after_step, "most_bytes": most_bytes}
+    with reading(engine) as connection:
+        return tuple(_struct(r.DeliveryState, row) for row in _ask(connection, "taken_deliveries", **wanted))
 
 
 def pass_rates(

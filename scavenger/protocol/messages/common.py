@@ -117,6 +117,8 @@ class EngineSpec(MessagePart, frozen=True):
     move_kv: bool = (
         False  # it gives out the KV blocks of samples that leave it, and loads what other engines give
     )
+    #: Digest of the tokens by their ids, of runs that share episodes: one's tokens are the other's prompts. "" = not known.
+    vocabulary: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class WeightSource(MessagePart, frozen=True):

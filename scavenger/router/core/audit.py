@@ -170,18 +170,14 @@ def _check_run(core: Core, run: ActiveRun) -> None:
 
 
 def _check_deliveries(run: ActiveRun) -> None:
-    """What is kept is due or may be due again; groups are whole; a run that takes no steps keeps nothing."""
+    """What is kept is due, with its rows; a run that takes no steps keeps nothing."""
     kept = run.deliveries.by_id.values()
     assert not (kept and run.settings.serves_only), (
         f"run {run.id} takes no steps, and deliveries are kept for it"
     )
     for one in kept:
-        assert one.status in (DeliveryStatus.DUE, DeliveryStatus.TAKEN), (
-            f"delivery {one.id} is {one.status} and is kept"
-        )
-        assert (one.status is DeliveryStatus.TAKEN) == bool(one.ended_step), (
-            f"delivery {one.id} is {one.status}, taken by step {one.ended_step}"
-        )
+        assert one.status is DeliveryStatus.DUE, f"delivery {one.id} is {one.status} and is kept"
+        assert one.rows, f"delivery {one.id} is due without its rows"
     if run.ended:
         assert not run.deliveries.due(), f"run {run.id} has ended, and something is due to it"
     wanted = run.deliveries.wanted

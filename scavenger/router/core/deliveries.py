@@ -4,7 +4,8 @@
     OpenTurn(policy) ------------>  its own episode of the same name, with the turns that its engines generate (`turns`)
     Deliver(policy, shares) ----->  a `Delivery` for each episode, durable, and none for one that has been delivered
                                     WantDeliveries -> DeliveredGroup: due, young enough for the step, and not held by its trainer
-                                    CommitStep.deliveries -> taken; RecordCheckpoint: for good; OpenRun before it: due again
+                                    CommitStep.deliveries -> taken, and known to the ledger alone
+    OpenRun at an earlier step ---> what later steps took is read from the ledger: due again
     the run ends ---------------->  EpisodesOver
 
 An episode's turns are delivered together, once: `Episode.delivered`, and in the ledger a turn has one delivery. Both runs have one owner,
@@ -16,7 +17,7 @@ Boundary: two runs' calls on each other; whatever else a run does it does alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 import msgspec
@@ -45,6 +46,7 @@ from scavenger.router.core.transitions import DeliveryStatus, DeliveryStep, Samp
 #: Of a run: groups that are due, and their bytes. Beyond, the oldest that its trainer does not have are dropped.
 MAX_DUE_GROUPS, MAX_DUE_BYTES = 4096, 256 << 20
 TAKEN = ("consumed", "filtered", "masked")
+_TOO_MANY = "newer ones came, and too many were due"
 
 
 # ---------------------------------------------------------------- who answers for whom
@@ -93,7 +95,21 @@ def opening_fault(core: Core, owner_key: str, body: OpenRun) -> Denied | None:
         )
         return Denied("not-owner", why, "name a run of your own in data.episodes_of")
     faults = (fault_of(core, body.run, owner_key, name) for name in body.policies)
-    return next((fault for fault in faults if fault is not None), None)
+    if (fault := next((one for one in faults if one is not None), None)) is not None:
+        return fault
+    plays_this_one = source is not None and not source.ended and body.run in source.settings.policies
+    beside = [core.runs[name] for name in body.policies]
+    beside += [source] if source is not None and plays_this_one else []
+    return next((fault for one in beside if (fault := _vocabulary_fault(body, one)) is not None), None)
+
+
+def _vocabulary_fault(body: OpenRun, other: ActiveRun) -> Denied | None:
+    """The environment reads and writes tokens of the run that plays, for all agents: to another vocabulary they are other words."""
+    mine, theirs = body.engine.vocabulary, other.engine.vocabulary
+    if not mine or not theirs or mine == theirs:
+        return None
+    why = f"the models of runs {body.run!r} and {other.name!r} have different tokenizers, and their episodes share tokens"
+    return Denied("invalid", why, "give both runs a model.path with the same tokenizer.json")
 
 
 def others_of(core: Core, run: ActiveRun) -> list[ActiveRun]:
@@ -239,7 +255,7 @@ def _bound(core: Core, run: ActiveRun) -> None:
             continue
         nbytes -= sum(one.nbytes for one in of_group)
         groups -= 1
-        _end(core, run, of_group, DeliveryStep.DROP, "newer ones came, and too many were due")
+        _end(core, run, of_group, DeliveryStep.DROP, _TOO_MANY)
 
 
 def _end(core: Core, run: ActiveRun, some: list[Delivery], step: DeliveryStep, reason: str) -> None:
@@ -345,7 +361,7 @@ def settle(core: Core, run: ActiveRun, body: CommitStep) -> None:
     for outcome in body.deliveries:
         one = run.deliveries.by_id[outcome.sample_id]
         one.transition(DeliveryStep.TAKE)
-        one.ended_step = body.step
+        del run.deliveries.by_id[one.id]  # the ledger has it: the next checkpoint may be far
         run.deliveries.held.discard(one.group)
         reason = outcome.reason if redaction.is_known(outcome.reason) else redaction.OTHER
         core.record(
@@ -361,24 +377,30 @@ def settle(core: Core, run: ActiveRun, body: CommitStep) -> None:
         )
 
 
-def checkpointed(run: ActiveRun, kept: tuple[int, ...]) -> None:
-    """No resume goes back to before the oldest checkpoint: what steps up to it took stays taken."""
-    oldest = min(kept, default=0)
-    mine = run.deliveries.by_id
-    for one in list(mine.values()):
-        if one.status is DeliveryStatus.TAKEN and one.ended_step <= oldest:
-            del mine[one.id]
-
-
-def resumed(core: Core, run: ActiveRun, resume_step: int) -> None:
-    """A new attempt begins: what later steps took is due again, and its trainer has nothing yet."""
+def resumed(run: ActiveRun) -> None:
+    """A new attempt begins: its trainer has nothing yet."""
     mine = run.deliveries
     mine.wanted, mine.held, mine.over_sent = None, set(), False
-    for one in mine.by_id.values():
-        if one.status is DeliveryStatus.TAKEN and one.ended_step > resume_step:
-            one.transition(DeliveryStep.REOPEN)
-            one.ended_step = 0
-            core.record(rec.DeliveryReopened(one.id, run.attempt, core.now))
+
+
+def taken_back(core: Core, run: ActiveRun, taken: Iterable[rec.DeliveryState]) -> None:
+    """What steps took that the attempt takes back is due again. A group of which the ledger's reader left rows out, which are beyond
+    `MAX_DUE_BYTES`, is dropped."""
+    beyond: dict[int, list[Delivery]] = {}
+    for row in taken:
+        one = _restored(row)
+        one.transition(DeliveryStep.RESTORE_TAKEN)
+        one.transition(DeliveryStep.REOPEN)
+        run.deliveries.by_id[one.id] = one
+        core.record(rec.DeliveryReopened(one.id, run.attempt, core.now))
+        if not one.rows:
+            beyond[one.group] = []
+    for one in run.deliveries.by_id.values():
+        if one.group in beyond:
+            beyond[one.group].append(one)
+    for some in beyond.values():
+        _end(core, run, some, DeliveryStep.DROP, _TOO_MANY)
+    _bound(core, run)
 
 
 def closed(core: Core, run: ActiveRun, reason: str) -> None:
@@ -400,19 +422,21 @@ def restore(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Snapshot) -
         run = runs.get(row.run_id)
         if run is None or run.ended:
             continue
-        one = run.deliveries.by_id[row.delivery_id] = Delivery(
-            row.delivery_id,
-            row.group,
-            row.source,
-            row.step,
-            row.prompt_index,
-            row.episode_index,
-            row.episode,
-            row.reward,
-            row.version,
-            msgspec.msgpack.decode(row.rows, type=tuple[DeliveredRow, ...]),
-            ended_step=row.ended_step,
-        )
-        one.transition(DeliveryStep.DELIVER if row.state == "due" else DeliveryStep.RESTORE_TAKEN)
-        if one.status is DeliveryStatus.DUE:
-            run.deliveries.held.add(one.group)  # its trainer may have it, until it says what it has
+        one = run.deliveries.by_id[row.delivery_id] = _restored(row)
+        one.transition(DeliveryStep.DELIVER)
+        run.deliveries.held.add(one.group)  # its trainer may have it, until it says what it has
+
+
+def _restored(row: rec.DeliveryState) -> Delivery:
+    return Delivery(
+        row.delivery_id,
+        row.group,
+        row.source,
+        row.step,
+        row.prompt_index,
+        row.episode_index,
+        row.episode,
+        row.reward,
+        row.version,
+        msgspec.msgpack.decode(row.rows, type=tuple[DeliveredRow, ...]) if row.rows else (),
+    )

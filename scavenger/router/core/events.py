@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from scavenger.ledger.records import OpenGroup, Record, Snapshot
+from scavenger.ledger.records import DeliveryState, OpenGroup, Record, Snapshot
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import Fact
 from scavenger.protocol.messages import (
@@ -109,12 +109,14 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class HistoryRead:
-    """The ledger's answer to `ReadHistory`: groups that steps after the resumed checkpoint had consumed, and `RunOpened.pass_rates`."""
+    """The ledger's answer to `ReadHistory`: groups and deliveries that steps after the resumed checkpoint had consumed, and
+    `RunOpened.pass_rates`."""
 
     run_id: int
     attempt: int
     groups: tuple[OpenGroup, ...]
     pass_rates: tuple[tuple[int, int, int, int], ...] = ()
+    deliveries: tuple[DeliveryState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,8 @@ class Router:
                 registration.hello(core, conn, identity, hello)
             case TrainerCalled(conn=conn, identity=identity, call=call):
                 runs.called(core, conn, identity, call)
-            case HistoryRead(run_id=run_id, attempt=attempt, groups=groups, pass_rates=rates):
-                restore.history_read(core, run_id, attempt, groups, rates)
+            case HistoryRead():
+                restore.history_read(core, event)
             case JobGone():
                 self._job_gone(event)
             case IntentRevoked():

@@ -16,6 +16,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling, environment_file
 from scavenger.router.core import agreement, deliveries, samples, siblings, staleness, turns
+from scavenger.router.core.events import HistoryRead
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
@@ -119,18 +120,13 @@ def _newest_retries(groups: tuple[rec.OpenGroup, ...]) -> list[rec.OpenGroup]:
     return sorted(newest.values(), key=lambda g: g.created.group_id)
 
 
-def history_read(
-    core: Core,
-    run_id: int,
-    attempt: int,
-    groups: tuple[rec.OpenGroup, ...],
-    pass_rates: tuple[tuple[int, int, int, int], ...],
-) -> None:
-    """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
-    run = next((r for r in core.runs.values() if r.id == run_id), None)
-    if run is None or run.attempt != attempt or run.trainer.opening is None:
+def history_read(core: Core, event: HistoryRead) -> None:
+    """What the ledger has is back: keep groups for adoption, deliver again what later steps took, and answer the OpenRun that waits."""
+    run = next((r for r in core.runs.values() if r.id == event.run_id), None)
+    if run is None or run.attempt != event.attempt or run.trainer.opening is None:
         return
-    for state in _newest_retries(groups):
+    deliveries.taken_back(core, run, event.deliveries)
+    for state in _newest_retries(event.groups):
         known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
         if (
             known is None
@@ -155,7 +151,7 @@ def history_read(
                 run.progress.last_committed,
                 versions,
                 core.ledger,
-                pass_rates,
+                event.pass_rates,
             ),
         ),
     )

@@ -165,8 +165,6 @@ def _checkpoint(core: Core, run: ActiveRun, body: RecordCheckpoint) -> ReplyBody
         return refusal
     kept = "" if body.kept is None else msgspec.json.encode(sorted(set(body.kept))).decode()
     core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now, kept))
-    if body.kept is not None:
-        deliveries.checkpointed(run, body.kept)
     return Ok()
 
 
@@ -306,7 +304,7 @@ def _open(
     if run.progress.last_committed != body.resume_step:
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.progress.last_committed = body.resume_step
-    deliveries.resumed(core, run, body.resume_step)
+    deliveries.resumed(run)
     core.read_history(run, body.solved_at)
 
 

@@ -462,7 +462,7 @@ class RunTurns:
 @dataclass(slots=True)
 class Delivery:
     """What the run's policy said in one episode that another run plays. `group`: the id of the first delivery of its group. `version`: the
-    oldest weights that its turns are of. `ended_step`: the step that took it.
+    oldest weights that its turns are of.
     """
 
     id: int
@@ -476,7 +476,6 @@ class Delivery:
     version: int
     rows: tuple[DeliveredRow, ...]
     status: DeliveryStatus = DeliveryStatus.NEW  # changed by `transition` only
-    ended_step: int = 0
 
     def transition(self, step: DeliveryStep) -> None:
         """Take one legal step, or raise and change nothing."""
@@ -494,8 +493,8 @@ class Delivery:
 
 @dataclass(slots=True)
 class RunDeliveries:
-    """What is delivered to the run's trainer. `by_id`: due ones, and those that steps took which a resume may take back. `wanted`: what the
-    trainer asked for last; `held`: groups that it has. `over_sent`: it knows that no further one comes.
+    """What is due to the run's trainer. `by_id`: nothing else, for the ledger has what steps took. `wanted`: what the trainer asked for
+    last; `held`: groups that it has. `over_sent`: it knows that no further one comes.
     """
 
     by_id: dict[int, Delivery] = field(default_factory=dict)

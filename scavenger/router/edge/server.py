@@ -21,7 +21,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from scavenger.errors import AuthError, Fenced, WireError
 from scavenger.host import descriptors, listening
-from scavenger.ledger.records import Event, OpenGroup, Record
+from scavenger.ledger.records import DeliveryState, Event, OpenGroup, Record
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.router.core.events import (
@@ -99,6 +99,7 @@ class RouterServer:
         store: PayloadStore,
         read_payloads: ReadPayloads,
         read_pass_rates: Callable[[int, int, float], Awaitable[PassRates]] | None = None,
+        read_taken: Callable[[int, int], Awaitable[tuple[DeliveryState, ...]]] | None = None,
     ) -> None:
         assert router.core.payloads is store
         self.router = router
@@ -117,6 +118,7 @@ class RouterServer:
         self._clock = clock
         self._read_history = read_history
         self._read_pass_rates = read_pass_rates
+        self._read_taken = read_taken
         self._context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._drain_due = self._go_due = False
@@ -371,7 +373,12 @@ class RouterServer:
                 lambda: read(action.run_id, action.after_step, solved_at),
                 f"pass rates of run {action.run_id}",
             )
-        self.post(HistoryRead(action.run_id, action.attempt, groups, rates))
+        taken: tuple[DeliveryState, ...] = ()
+        if (read_taken := self._read_taken) is not None:
+            taken = await patiently(
+                lambda: read_taken(action.run_id, action.after_step), f"deliveries to run {action.run_id}"
+            )
+        self.post(HistoryRead(action.run_id, action.attempt, groups, rates, taken))
 
     def _history_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
