@@ -55,9 +55,19 @@ def test_completions_answer_in_vllm_s_shape(live: LiveGateway) -> None:
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
     assert plain["choices"][0]["token_ids"] is plain["choices"][0]["logprobs"] is None
     assert live.count("turns") == 2, "who asks for no logprobs asks for something else"
-    protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
-    protocol.CompletionRequest.model_validate(BODY)
-    assert protocol.CompletionResponse.model_validate(answer).choices[0].token_ids
+
+
+@pytest.mark.vllm
+def test_vllm_reads_what_is_asked_and_answered(live: LiveGateway) -> None:
+    from vllm.entrypoints.openai.completion import protocol
+
+    asked = protocol.CompletionRequest.model_validate(BODY)
+    assert asked.logprobs == 0
+    with worker(live.daemon):
+        answer = complete(live)
+    read = protocol.CompletionResponse.model_validate(answer).choices[0]
+    assert read.token_ids == answer["choices"][0]["token_ids"]
+    assert read.logprobs.token_logprobs == answer["choices"][0]["logprobs"]["token_logprobs"]
 
 
 def test_a_body_as_trl_sends_it_and_what_it_leaves_out() -> None:
@@ -115,7 +125,7 @@ def test_a_client_s_key_is_had_for_the_admin_s_and_begins_no_episode(live: LiveG
 def test_a_key_in_a_url_is_taken_as_clients_send_it(live: LiveGateway) -> None:
     url = f"http://trl:{KEY}@{live.http.base_url.host}:{live.http.base_url.port}"
     assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 64
-    assert httpx2.get(f"{url}x/v1/models".replace(KEY, KEY + "x")).status_code == 401
+    assert httpx2.get(f"{url}/v1/models".replace(KEY, KEY + "x")).status_code == 401
 
 
 @pytest.mark.parametrize(
