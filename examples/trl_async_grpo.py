@@ -114,7 +114,7 @@ class Fleet(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """TRL logs a step once its weights are synced, and again at the end. The step's samples are turns of its episodes: none is named."""
+        """TRL logs a step once its weights are synced, and again at the end. The step's samples are turns at the gateway: none is named."""
         assert self._run is not None
         if self._step > self._committed:
             said = {name: value for name, value in (logs or {}).items() if "/" not in name}
