@@ -16,6 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 
+#: How long TRL's rollout worker may take to import vLLM (s); TRL's own 300 is too few for a machine that is busy with other tests.
+START_S = 1500
+
+
 def attend(
     module: Any,
     query: torch.Tensor,
@@ -59,6 +63,7 @@ def main() -> None:
     with trl_async_grpo.Fleet(config) as fleet:
         trainer = trl_async_grpo.make_trainer(config, fleet)
         AttentionInterface.register(TREE_ATTENTION, attend)
+        trainer.rollout_worker._child_ready_timeout = START_S
         trainer.train()
 
 
