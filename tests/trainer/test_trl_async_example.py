@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,11 +28,11 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f'not installed: {MISSING}: pip install ".[trl,gateway]"'),
     pytest.mark.long,
-    pytest.mark.timeout(3400),
+    pytest.mark.timeout(900),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, SAMPLES = 24, 4, 4
-DEADLINE_S = 2800.0
+DEADLINE_S = 600.0
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -71,11 +72,13 @@ def process(log: Path, *argv: str, **environ: str) -> Iterator[subprocess.Popen[
             stderr=file,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+            start_new_session=True,  # TRL's rollout worker is a process of its own
         )
     try:
         yield started
     finally:
-        started.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
         started.wait()
 
 
@@ -133,7 +136,7 @@ function = "tests.system.rewards:even_share"
 [optimizer]
 lr = 5e-3
 [checkpoint]
-every = 12
+every = {STEPS // 2}
 [weights]
 dtype = "float32"
 """)
@@ -195,4 +198,4 @@ def test_trl_s_asynchronous_trainer_learns_and_sees_no_killed_engine(
         assert daemon.query("SELECT count(*) FROM checkpoints") == [(2,)]
         key = json.loads(announced.read_text())["admin_key"] if announced.exists() else "admin."
         assert key not in said
-        assert b"cl.trl." not in (tmp_path / "out/checkpoint-24/training_args.bin").read_bytes()
+        assert b"cl.trl." not in (tmp_path / f"out/checkpoint-{STEPS}/training_args.bin").read_bytes()
