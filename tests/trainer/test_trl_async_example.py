@@ -134,7 +134,7 @@ pace = 20.0
 [reward]
 function = "tests.system.rewards:even_share"
 [optimizer]
-lr = 5e-3
+lr = 1e-3
 [checkpoint]
 every = {STEPS // 2}
 [weights]
@@ -196,6 +196,5 @@ def test_trl_s_asynchronous_trainer_learns_and_sees_no_killed_engine(
         assert moved[0][0] > 0, "the killed engine had nothing to lose"
         assert "retry" not in said, "TRL saw the loss"
         assert daemon.query("SELECT count(*) FROM checkpoints") == [(2,)]
-        key = json.loads(announced.read_text())["admin_key"] if announced.exists() else "admin."
-        assert key not in said
+        assert "cl.trl." not in said
         assert b"cl.trl." not in (tmp_path / f"out/checkpoint-{STEPS}/training_args.bin").read_bytes()
