@@ -68,7 +68,7 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
     "vllm": [*TEXT, *WEIGHTS, "vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
-    # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
+    # Another trainer on the same engines: examples/trl_grpo.py, trl_async_grpo.py. Their tests are skipped without it.
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
     # For trainer.episodes.worker, in an interpreter of its own (data.environment_python): it needs 100 other packages, and other versions
     # than constraints.txt has; so it is not in dev, and its tests are skipped without it.

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 from datasets import load_dataset
+from publishing import engine_spec, pack_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -30,45 +31,7 @@ from scavenger.errors import ScavengerError, describe
 from scavenger.protocol import messages
 from scavenger.protocol.keys import read_rendezvous
 from scavenger.weights import files
-from scavenger.weights import manifest as manifests
-from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightServer, serving_interface
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-def engine_spec(config: RunConfig) -> messages.EngineSpec:
-    """What an engine is built from; weights come through `publish`."""
-    engine, model = config.engine, config.model
-    return messages.EngineSpec(
-        engine.name,
-        (model.path / "config.json").read_text(),
-        "bfloat16" if torch.cuda.is_available() else "float32",
-        engine.max_batch,
-        model.context_length,
-        engine.pace,
-        engine.gpu_memory_share,
-        engine.eager,
-    )
-
-
-def pack_weights(model: Any, version: int, dtype: str, tokenizer: bytes) -> tuple[manifests.Manifest, Buffer]:
-    """The manifest and the bytes of a model's parameters, tied ones once; and its tokenizer.json, which engines need for stop texts."""
-    parameters = dict(model.named_parameters())
-    shapes = {name: (dtype, tuple(value.shape)) for name, value in parameters.items()}
-    beside = {files.TOKENIZER: (files.DTYPE, (len(tokenizer),))} if tokenizer else {}
-    table = manifests.layout({**shapes, **beside})
-    buffer = Buffer(sum(tensor.nbytes for tensor in table))
-    for tensor in table:
-        if files.is_file(tensor.name):
-            buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = tokenizer
-            continue
-        value = parameters[tensor.name].detach().to(DTYPES[dtype]).cpu().contiguous()
-        buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = memoryview(
-            value.view(-1).view(torch.uint8).numpy()
-        )
-    size = manifests.chunk_nbytes_of(buffer.nbytes)
-    return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size), buffer
 
 
 class Scavenged(TrainerCallback):
@@ -178,7 +141,9 @@ class Scavenged(TrainerCallback):
 
     def _publish(self, step: int, model: Any) -> None:
         self._version = self.run.next_version
-        manifest, blob = pack_weights(model, self._version, self._config.weights.dtype, self._tokenizer)
+        manifest, blob = pack_weights(
+            dict(model.named_parameters()), self._version, self._config.weights.dtype, self._tokenizer
+        )
         self._root = manifest.root
         self.run.publish(step, manifest, self._source.publish(manifest, blob))
 

@@ -518,9 +518,10 @@ class Run:
         deliveries: Sequence[messages.SampleOutcome] = (),
     ) -> None:
         """Record that the step was taken with exactly these samples, or episodes, which end, or `deliveries` of another run's. Every
-        sample of the step's groups needs an outcome. `decisions`: which groups or prompts were chosen, and by what, for the ledger's
-        `decisions`. `differences`: how far trainer and engine are apart at each token of some of the samples, for `token_differences`;
-        `MAX_DIFFERENCES_BYTES` of them at most.
+        sample of the step's groups needs an outcome. A step that was generated through the gateway alone may name none.
+
+        `decisions`: which groups or prompts were chosen, and by what, for the ledger's `decisions`. `differences`: how far trainer and
+        engine are apart at each token of some of the samples, for `token_differences`; `MAX_DIFFERENCES_BYTES` of them at most.
         """
         self.call(
             messages.CommitStep(

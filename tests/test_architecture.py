@@ -107,6 +107,7 @@ PURE = (
     "scavenger/guest/metrics.py",
     "scavenger/gateway/dialects.py",
     "scavenger/gateway/identity.py",
+    "scavenger/gateway/series.py",
     "scavenger/doctor/facts.py",
     "scavenger/doctor/findings.py",
     "scavenger/doctor/rules/*.py",

@@ -4,7 +4,7 @@
                       ^                 prompts.py: template, tokens         <--TurnTokens, durable ones only--
                       +---- reply or server-sent events, made by dialects.py
 
-Owns HTTP, the dialects and who may call; keeps no state that a restart would miss. Must not know a worker, a lease or a ledger: what a
-turn is and what becomes of it is the router's. `dialects` and `identity` are pure. starlette and uvicorn are the extra `gateway`, and
-only `app.py` imports them. Read `app.py` first.
+Owns HTTP, the dialects and who may call; keeps no state that a restart would miss, but for which call of a client is in which episode. Must
+not know a worker, a lease or a ledger: what a turn is and what becomes of it is the router's. `dialects`, `identity` and `series` are pure.
+starlette and uvicorn are the extra `gateway`, and only `app.py` imports them. Read `app.py` first.
 """

@@ -1,8 +1,10 @@
 """The ASGI app: routes, keys, bounds, and the server that runs it.
 
-    POST /inference/v1/generate    vLLM's token-in/token-out endpoint          an episode's key
-    POST /v1/chat/completions      OpenAI's chat, with token ids               an episode's key
-    GET  /v1/models                the run's model and its context             an episode's key
+    POST /inference/v1/generate    vLLM's token-in/token-out endpoint          an episode's key, or a client's
+    POST /v1/completions           OpenAI's completions, of token ids          an episode's key, or a client's
+    POST /v1/chat/completions      OpenAI's chat, with token ids               an episode's key, or a client's
+    GET  /v1/models                the run's model and its context             an episode's key, or a client's
+    POST /clients                  answers with the key of a client            the gateway's admin key
     POST /episodes                 begin one: answers with its key             the gateway's admin key
     DELETE /episodes/NAME          it is over                                  the admin key, or its own
     PUT  /episodes/NAME/tools/CALL         a tool is about to be asked         its own key
@@ -11,9 +13,12 @@
 
 The header `X-Scavenger-Policy` names another run that answers for an agent, of those in the run's `data.policies`, and no other.
 
-An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once and what
-their bodies hold: an agent that floods is refused alone (429), and of its requests one at a time is parsed and rendered. A caller that
-hangs up leaves its turn running, gives its place back at once, and finds the turn when it asks again.
+An episode's key reaches this episode and nothing else. A client's is for a program that has one key for all its calls: they become turns
+of episodes that the gateway begins and ends (`series`). Either may come as a URL's password, which HTTP clients send as Basic.
+
+Bodies are bounded, and so are the calls of one caller that run at once and what their bodies hold: an agent that floods is refused alone
+(429), and of its requests one at a time is parsed and rendered. A caller that hangs up leaves its turn running, gives its place back at
+once, and finds the turn when it asks again.
 
 Boundary: starlette and uvicorn are imported here and nowhere else.
 """
@@ -53,6 +58,7 @@ from scavenger.gateway import dialects, identity
 from scavenger.gateway.dialects import BadRequest, ChatRequest, ChatStream, Piece, TurnRequest
 from scavenger.gateway.link import Link, TurnStream
 from scavenger.gateway.prompts import Conversations, ModelFolder
+from scavenger.gateway.series import Series
 from scavenger.protocol import keys, messages
 
 log = structlog.get_logger()
@@ -63,6 +69,8 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_BYTES_A_TOKEN, LEAST_BODY_BYTES = 64, 1024 * 1024
 #: Calls of one episode that may run at once, and how many bodies of the most bytes these may hold together.
 MAX_EPISODE_CALLS, MAX_EPISODE_BODIES = 64, 8
+#: The same of a client, which may be a whole trainer; and clients that call, since each is kept in memory.
+MAX_CLIENT_CALLS, MAX_CLIENT_BODIES, MAX_CLIENTS = 1024, 32, 64
 #: Of a request's line and headers together, bytes; and how long they may take to come (s), as long as a connection may be idle.
 MAX_HEADER_BYTES, HEADERS_S = 32 * 1024, 60.0
 #: How long a body may take to come (s).
@@ -91,6 +99,31 @@ class GatewayOptions:
     announce: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: an episode, or a client."""
+
+    name: str
+    client: bool
+
+    @property
+    def label(self) -> str:
+        """One for each; no episode's name holds a space."""
+        return f"client {self.name}" if self.client else self.name
+
+    @property
+    def most_calls(self) -> int:
+        return MAX_CLIENT_CALLS if self.client else MAX_EPISODE_CALLS
+
+    @property
+    def most_bodies(self) -> int:
+        return MAX_CLIENT_BODIES if self.client else MAX_EPISODE_BODIES
+
+    @property
+    def who(self) -> str:
+        return "client" if self.client else "episode"
+
+
 @dataclass(slots=True)
 class Gateway:
     """What the routes share."""
@@ -103,9 +136,11 @@ class Gateway:
     raw: bool = True
     policies: frozenset[str] = frozenset()  # other runs that may be asked
     conversations: Conversations = field(init=False)
-    calls: dict[str, int] = field(default_factory=dict)  # by episode
-    bodies: dict[str, int] = field(default_factory=dict)  # bytes of the bodies of these calls, by episode
-    turnstiles: dict[str, asyncio.Lock] = field(default_factory=dict)  # by episode
+    calls: dict[str, int] = field(default_factory=dict)  # by the caller's label
+    bodies: dict[str, int] = field(default_factory=dict)  # bytes of the bodies of these calls, likewise
+    turnstiles: dict[str, asyncio.Lock] = field(default_factory=dict)  # likewise
+    clients: dict[str, Series] = field(default_factory=dict)
+    ending: set[asyncio.Task[None]] = field(default_factory=set)  # a loop keeps no task alive
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.model)
@@ -119,59 +154,98 @@ class Gateway:
 
     def episode(self, request: Request) -> str:
         """The episode that the request's key opens. Raises `BadRequest`."""
-        episode = identity.episode_of(self.secret, _bearer(request))
-        if not episode:
-            raise BadRequest(
-                "no key of an episode: ask for one by POST /episodes", 401, "authentication_error"
-            )
-        return episode
+        caller = self.caller(request)
+        if caller.client:
+            raise BadRequest("a client's key begins no episode: ask for one by POST /episodes", 403)
+        return caller.name
+
+    def caller(self, request: Request) -> Caller:
+        """Whose key the request has. Raises `BadRequest`."""
+        key = _bearer(request)
+        if episode := identity.episode_of(self.secret, key):
+            return Caller(episode, False)
+        if client := identity.client_of(self.secret, key):
+            return Caller(client, True)
+        raise BadRequest(
+            "no key of an episode or a client: ask for one by POST /episodes or POST /clients",
+            401,
+            "authentication_error",
+        )
 
     @contextlib.contextmanager
-    def counted(self, episode: str) -> Iterator[None]:
-        """One call of the episode runs. Raises `BadRequest` where too many do."""
-        now = self.calls.get(episode, 0)
-        if now >= MAX_EPISODE_CALLS:
+    def joined(self, caller: Caller, request: str) -> Iterator[str]:
+        """The episode that a call is a turn of, for as long as the call runs. Raises `BadRequest` where too many clients call."""
+        if not caller.client:
+            yield caller.name
+            return
+        series = self.clients.get(caller.name)
+        if series is None:
+            if len(self.clients) >= MAX_CLIENTS:
+                raise BadRequest(f"{MAX_CLIENTS} clients call already: use one of their keys", 429)
+            series = self.clients[caller.name] = Series(caller.name, secrets.token_hex(4))
+        episode = series.join(request)
+        try:
+            yield episode
+        finally:
+            for over in series.leave(episode):
+                task = asyncio.create_task(self._end_quietly(over))
+                self.ending.add(task)
+                task.add_done_callback(self.ending.discard)
+
+    async def _end_quietly(self, episode: str) -> None:
+        """End an episode that nobody waits for. Where the daemon stays away, it ends with the run."""
+        self.conversations.forget(episode)
+        try:
+            await self.link.end_episode(episode)
+        except BadRequest as error:
+            log.warning("an episode was not ended", episode=episode, cause=error.message)
+
+    @contextlib.contextmanager
+    def counted(self, caller: Caller) -> Iterator[None]:
+        """One call of the caller runs. Raises `BadRequest` where too many do."""
+        label, now = caller.label, self.calls.get(caller.label, 0)
+        if now >= caller.most_calls:
             raise BadRequest(
-                f"{MAX_EPISODE_CALLS} calls of this episode run already", 429, "rate_limit_error"
+                f"{caller.most_calls} calls of this {caller.who} run already", 429, "rate_limit_error"
             )
-        self.calls[episode] = now + 1
+        self.calls[label] = now + 1
         try:
             yield
         finally:
-            left = self.calls[episode] - 1
+            left = self.calls[label] - 1
             if left:
-                self.calls[episode] = left
+                self.calls[label] = left
             else:
-                del self.calls[episode]
-                self.turnstiles.pop(episode, None)
+                del self.calls[label]
+                self.turnstiles.pop(label, None)
 
     @contextlib.contextmanager
-    def held(self, episode: str) -> Iterator[Callable[[int], None]]:
-        """What is given counts bytes of a body for as long as the block lasts. It raises `BadRequest` where the episode holds too many."""
-        mine = 0
+    def held(self, caller: Caller) -> Iterator[Callable[[int], None]]:
+        """What is given counts bytes of a body for as long as the block lasts. It raises `BadRequest` where the caller holds too many."""
+        mine, label, most = 0, caller.label, caller.most_bodies * self.max_body
 
         def hold(nbytes: int) -> None:
             nonlocal mine
-            now = self.bodies.get(episode, 0) + nbytes
-            if now > MAX_EPISODE_BODIES * self.max_body:
-                why = f"bodies of this episode's calls hold over {MAX_EPISODE_BODIES * self.max_body:,} bytes"
+            now = self.bodies.get(label, 0) + nbytes
+            if now > most:
+                why = f"bodies of this {caller.who}'s calls hold over {most:,} bytes"
                 raise BadRequest(why, 429, "rate_limit_error")
-            self.bodies[episode] = now
+            self.bodies[label] = now
             mine += nbytes
 
         try:
             yield hold
         finally:
             if mine:
-                left = self.bodies[episode] - mine
+                left = self.bodies[label] - mine
                 if left:
-                    self.bodies[episode] = left
+                    self.bodies[label] = left
                 else:
-                    del self.bodies[episode]
+                    del self.bodies[label]
 
-    def one_at_a_time(self, episode: str) -> asyncio.Lock:
-        """Held while a request of the episode is worked out: of one that floods, others wait for one request at most."""
-        return self.turnstiles.setdefault(episode, asyncio.Lock())
+    def one_at_a_time(self, caller: Caller) -> asyncio.Lock:
+        """Held while a request of the caller is worked out: of one that floods, others wait for one request at most."""
+        return self.turnstiles.setdefault(caller.label, asyncio.Lock())
 
     def policy(self, request: Request) -> str:
         """The other run that is asked; "": this one. Raises `BadRequest`."""
@@ -190,47 +264,50 @@ class Gateway:
     # ---------------------------------------------------------------- turns
 
     async def generate(self, request: Request) -> Response:
-        episode = self.episode(request)
+        return await self._of_tokens(request, "generate", dialects.parse_generate)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._of_tokens(request, "complete", dialects.parse_completion)
+
+    async def _of_tokens(self, request: Request, dialect: str, parse: ParseTokens) -> Response:
+        """A body whose prompt is token ids."""
+        caller = self.caller(request)
         async with contextlib.AsyncExitStack() as leaving:
-            leaving.enter_context(self.counted(episode))  # before anything is read or worked out
-            data = await _read(request, self.max_body, leaving.enter_context(self.held(episode)))
-            async with self.one_at_a_time(episode):
+            leaving.enter_context(self.counted(caller))  # before anything is read or worked out
+            data = await _read(request, self.max_body, leaving.enter_context(self.held(caller)))
+            async with self.one_at_a_time(caller):
                 body = _parsed(data)
-                content = _content("generate", body)
-                turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
-            return await self._answer(leaving, request, episode, content, turn, list(prompt), None)
+                content = _content(dialect, body)
+                turn, prompt = parse(body, self.model.vocabulary, _name(request))
+            episode = leaving.enter_context(self.joined(caller, turn.name or content.hex()))
+            asked = _Asked(dialect, episode, content, turn, list(prompt))
+            return await self._answer(leaving, request, asked)
 
     async def chat(self, request: Request) -> Response:
-        episode = self.episode(request)
+        caller = self.caller(request)
         async with contextlib.AsyncExitStack() as leaving:
-            leaving.enter_context(self.counted(episode))
-            data = await _read(request, self.max_body, leaving.enter_context(self.held(episode)))
-            async with self.one_at_a_time(episode):
+            leaving.enter_context(self.counted(caller))
+            data = await _read(request, self.max_body, leaving.enter_context(self.held(caller)))
+            async with self.one_at_a_time(caller):
                 body = _parsed(data)
                 content = _content("chat", body)
                 chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
+                episode = leaving.enter_context(self.joined(caller, chat.turn.name or content.hex()))
                 prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
-            return await self._answer(leaving, request, episode, content, chat.turn, prompt, chat)
+            asked = _Asked("chat", episode, content, chat.turn, prompt, chat)
+            return await self._answer(leaving, request, asked)
 
-    async def _answer(
-        self,
-        leaving: contextlib.AsyncExitStack,
-        request: Request,
-        episode: str,
-        content: bytes,
-        turn: TurnRequest,
-        prompt: list[int],
-        chat: ChatRequest | None,
-    ) -> Response:
+    async def _answer(self, leaving: contextlib.AsyncExitStack, request: Request, asked: _Asked) -> Response:
         """`leaving`: what ends with the answer, be it streamed."""
+        turn = asked.turn
         policy = self.policy(request)
         opening = messages.OpenTurn(
-            episode,
-            identity.request_of(episode, turn.name, content, policy),
-            content,
-            messages.pack_tokens(prompt),
+            asked.episode,
+            identity.request_of(asked.episode, turn.name, asked.content, policy),
+            asked.content,
+            messages.pack_tokens(asked.prompt),
             turn.n,
-            turn.sampling(len(prompt), self.context_length, self.model.ends),
+            turn.sampling(len(asked.prompt), self.context_length, self.model.ends),
             policy=policy,
         )
         stream = await leaving.enter_async_context(self.link.open(opening))
@@ -239,7 +316,7 @@ class Gateway:
                 accepted = await unless_gone(request.receive, stream.wait_accepted())
         except TimeoutError:
             raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
-        answer = _Answer(self, opening, accepted, turn, prompt, chat)
+        answer = _Answer(self, opening, accepted, asked)
         if turn.stream:
             return _Events(answer.events(stream), leaving.pop_all())
         return JSONResponse(await unless_gone(request.receive, answer.whole(stream)))
@@ -247,7 +324,7 @@ class Gateway:
     # ---------------------------------------------------------------- the rest
 
     async def models(self, request: Request) -> Response:
-        self.episode(request)
+        self.caller(request)
         card = {
             "id": self.name,
             "object": "model",
@@ -266,6 +343,18 @@ class Gateway:
         if not isinstance(name, str) or not identity.is_episode(name):
             raise BadRequest(f"episode: a name of the form {messages.EPISODE_PATTERN}")
         return JSONResponse({"episode": name, "api_key": identity.episode_key(self.secret, name)})
+
+    async def client(self, request: Request) -> Response:
+        """The key of a client. It begins nothing: asked again, the same name has the same key."""
+        if not identity.is_admin(self.secret, _bearer(request)):
+            raise BadRequest("not the gateway's admin key", 401, "authentication_error")
+        name = _parsed(await _read(request, LEAST_BODY_BYTES)).get("client")
+        if not isinstance(name, str) or not identity.is_client(name):
+            most = identity.MAX_CLIENT_CHARS
+            raise BadRequest(
+                f"client: a name of the form {messages.EPISODE_PATTERN}, of {most} characters at most"
+            )
+        return JSONResponse({"client": name, "api_key": identity.client_key(self.secret, name)})
 
     async def end(self, request: Request) -> Response:
         name, key = request.path_params["name"], _bearer(request)
@@ -305,7 +394,7 @@ class Gateway:
             raise BadRequest("a key of another episode", 401, "authentication_error")
         if not _CALL.match(call):
             raise BadRequest(f"a call's name is of the form {messages.CALL_PATTERN}")
-        with self.counted(episode):
+        with self.counted(Caller(episode, False)):
             yield episode, call
 
     async def health(self, request: Request) -> Response:
@@ -313,26 +402,41 @@ class Gateway:
         return JSONResponse({"daemon": "connected" if there else "away"}, 200 if there else 503)
 
 
+#: A body's parser, for dialects whose prompts are token ids: (body, vocabulary, name) -> (request, prompt).
+ParseTokens = Callable[[Any, int, str], tuple[TurnRequest, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call that was read. `content`: what it asks for, as a hash. `chat`: where it is one."""
+
+    dialect: str  # "generate", "complete", "chat"
+    episode: str
+    content: bytes
+    turn: TurnRequest
+    prompt: list[int]
+    chat: ChatRequest | None = None
+
+
+#: What the ids of answers begin with.
+_ID_PREFIX = {"generate": "generate-tokens", "complete": "cmpl", "chat": "chatcmpl"}
+
+
 class _Answer:
     """How one accepted turn is shown in its dialect."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        opening: messages.OpenTurn,
-        accepted: messages.TurnAccepted,
-        turn: TurnRequest,
-        prompt: list[int],
-        chat: ChatRequest | None,
+        self, gateway: Gateway, opening: messages.OpenTurn, accepted: messages.TurnAccepted, asked: _Asked
     ) -> None:
-        self._gateway, self._opening, self._turn, self._chat = gateway, opening, turn, chat
+        self._gateway, self._opening, self._turn, self._chat = gateway, opening, asked.turn, asked.chat
+        self._dialect = asked.dialect
         # A gateway that began anew may have rendered the conversation to other tokens than the turn was generated from.
         same = accepted.prompt_sha256 == sha256(opening.prompt).digest()
-        self._prompt: list[int] | None = prompt if same else None
+        self._prompt: list[int] | None = asked.prompt if same else None
         self._prompt_tokens = accepted.prompt_tokens
-        self._id = f"{'chatcmpl' if chat else 'generate-tokens'}-{opening.request.hex()[:32]}"
-        if not chat and turn.name:
-            self._id = turn.name
+        self._id = f"{_ID_PREFIX[asked.dialect]}-{opening.request.hex()[:32]}"
+        if asked.dialect == "generate" and asked.turn.name:
+            self._id = asked.turn.name
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._gateway.model.text(tokens, skip_special_tokens=self._turn.skip_special_tokens)
@@ -353,11 +457,22 @@ class _Answer:
             for index, sample in enumerate(stream.samples)
         ]
         created = int(time.time())
-        if self._chat is None:
+        if self._dialect == "generate":
             return dialects.generate_reply(
                 self._id, self._turn, pieces, self._prompt, self._prompt_tokens, created
             )
         texts = [dialects.shown(self._text(piece.tokens), self._turn.stop, whole=True) for piece in pieces]
+        if self._chat is None:
+            return dialects.completion_reply(
+                self._id,
+                self._turn,
+                pieces,
+                texts,
+                self._prompt,
+                self._prompt_tokens,
+                created,
+                self._gateway.model.token,
+            )
         self._remember(pieces, texts)
         return dialects.chat_reply(
             self._id,
@@ -447,8 +562,8 @@ def _state(found: messages.ToolState) -> Response:
 
 
 def _bearer(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    given = identity.bearer_of(request.headers.get("authorization", ""))
+    return given or request.headers.get("x-api-key", "")
 
 
 def _name(request: Request) -> str:
@@ -537,8 +652,10 @@ def make_app(gateway: Gateway, stop: Callable[[], None] = lambda: None) -> Starl
 
     routes: list[tuple[str, str, Handler]] = [
         ("/inference/v1/generate", "POST", gateway.generate),
+        ("/v1/completions", "POST", gateway.complete),
         ("/v1/chat/completions", "POST", gateway.chat),
         ("/v1/models", "GET", gateway.models),
+        ("/clients", "POST", gateway.client),
         ("/episodes", "POST", gateway.begin),
         ("/episodes/{name}", "DELETE", gateway.end),
         ("/episodes/{name}/tools/{call}", "PUT", gateway.ask_tool),

@@ -1,7 +1,9 @@
-"""Two dialects in, two out: what a body asks for, and what an agent is answered. Pure: no HTTP, no tokenizer, no clock.
+"""Three dialects in, and out: what a body asks for, and what an agent is answered. Pure: no HTTP, no tokenizer, no clock.
 
     generate   vLLM's token-in/token-out endpoint, `/inference/v1/generate` (0.32: entrypoints/scale_out/token_in_token_out/protocol.py)
     chat       OpenAI's `/v1/chat/completions` with vLLM's token fields (`return_token_ids`, `token_ids`, `prompt_token_ids`)
+    complete   OpenAI's older `/v1/completions` with vLLM's token fields, a prompt of token ids, and no streams: what TRL's asynchronous
+               trainer asks for
 
 A field that asks for what engines here cannot do is refused by its name, unless its value says "off": nothing is ignored that would
 change the tokens. Of logprobs the ledger has those of sampled tokens.
@@ -13,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from scavenger.protocol.messages import MAX_TURN_SAMPLES, Sampling
@@ -241,6 +244,28 @@ def parse_generate(body: Any, vocabulary: int, name: str = "") -> tuple[TurnRequ
     )
     fields.finish()
     outer.finish()
+    return turn, prompt
+
+
+#: Of `/v1/completions`, where a body names none: OpenAI's and vLLM's.
+COMPLETION_TOKENS = 16
+
+
+def parse_completion(body: Any, vocabulary: int, name: str = "") -> tuple[TurnRequest, tuple[int, ...]]:
+    """A body of `/v1/completions`: the request and the prompt's tokens. Raises `BadRequest`."""
+    fields = _Fields(body)
+    given = fields.take("prompt", (str, list), [])
+    if isinstance(given, str) or not given:
+        raise BadRequest("prompt: a list of token ids, at least one; for texts there is /v1/chat/completions")
+    prompt = _tokens(given, "prompt", vocabulary)
+    wanted = fields.take("logprobs", int, -1)
+    if wanted not in (-1, 0, 1):
+        raise BadRequest(_ONE_LOGPROB)
+    most = fields.integer("max_tokens", 1, 2**31 - 1, COMPLETION_TOKENS)
+    turn = _sampling(fields, fields, vocabulary, max_tokens=most, logprobs=wanted >= 0, name=name)
+    if turn.stream:
+        raise BadRequest("stream: not here; /inference/v1/generate and /v1/chat/completions stream")
+    fields.finish()
     return turn, prompt
 
 
@@ -551,6 +576,52 @@ def chat_reply(
         "choices": choices,
         "usage": usage(prompt_tokens, sum(len(piece.tokens) for piece in pieces)),
         **({"prompt_token_ids": None if prompt is None else list(prompt)} if turn.return_token_ids else {}),
+    }
+
+
+def completion_reply(
+    request_id: str,
+    request: TurnRequest,
+    pieces: Sequence[Piece],
+    texts: Sequence[str],
+    prompt: Sequence[int] | None,
+    prompt_tokens: int,
+    created: int,
+    decode: Decode,
+) -> dict[str, Any]:
+    """The answer of `/v1/completions`. `texts`: what is shown of each choice."""
+    choices = [
+        {
+            "index": piece.index,
+            "text": text,
+            "logprobs": completion_logprobs(piece, decode) if request.logprobs else None,
+            "finish_reason": piece.finish,
+            "stop_reason": _stop_reason(piece, request),
+            "prompt_logprobs": None,
+            "token_ids": list(piece.tokens) if request.return_token_ids else None,
+            "prompt_token_ids": list(prompt) if request.return_token_ids and prompt is not None else None,
+        }
+        for piece, text in zip(pieces, texts, strict=True)
+    ]
+    return {
+        "id": request_id,
+        "object": "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+        "usage": usage(prompt_tokens, sum(len(piece.tokens) for piece in pieces)),
+    }
+
+
+def completion_logprobs(piece: Piece, decode: Decode) -> dict[str, list[Any]]:
+    """The older API's logprobs of a piece's tokens: four lists of one length. Offsets are in characters of these texts."""
+    texts = [decode(token) for token in piece.tokens]
+    offsets = list(accumulate((len(text) for text in texts), initial=0))[:-1]
+    return {
+        "tokens": texts,
+        "token_logprobs": list(piece.logprobs),
+        "top_logprobs": [{text: one} for text, one in zip(texts, piece.logprobs, strict=True)],
+        "text_offset": offsets,
     }
 
 

@@ -29,7 +29,7 @@ NO_COMMANDS = (
     "scavenger/ ",
 )
 #: Lines of shell blocks that a program replies.
-REPLIES = ('{"episode"',)
+REPLIES = ('{"episode"', '{"client"')
 #: What a command quoted in prose begins with. Those of Slurm, systemd and pip are named there to say what they do, seldom to be typed.
 PROGRAMS = "scavenger |(?:\\./)?scripts/[\\w-]+ |python (?!3)|sbatch |sqlite3 "
 

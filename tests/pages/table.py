@@ -77,6 +77,9 @@ GATEWAY = By(
 TRL = By(
     "tests/trainer/test_trl_example.py::test_trl_trains_on_what_engines_generated_and_every_step_is_committed"
 )
+TRL_ASYNC = By(
+    "tests/trainer/test_trl_async_example.py::test_trl_s_asynchronous_trainer_learns_and_sees_no_killed_engine"
+)
 #: In place of what benchmarks play for hours: made-up traces, and of each axis one value.
 SOME_JOBS = "--arms none,daemon --grace 0 --nodes 4 --gpus 2"
 CELL = "--seeds 1 --cells earth-calm:Qwen3-8B:4"
@@ -427,6 +430,9 @@ wait %1""": By(
         "srun --partition=cpu --cpus-per-task=4 scavenger environment-worker run.toml": By(
             "tests/system/test_environment_jobs.py::test_one_that_its_user_starts_by_hand_joins_and_leaves"
         ),
+        """curl -s -X POST $ENDPOINT/clients -H "Authorization: Bearer $ADMIN_KEY" -d '{"client": "trl"}'""": By(
+            "tests/gateway/test_clients.py::test_a_client_s_key_is_had_for_the_admin_s_and_begins_no_episode"
+        ),
         """curl -s -X POST $ENDPOINT/episodes -H "Authorization: Bearer $ADMIN_KEY" -d '{"episode": "task-17"}'""": GATEWAY,
         "scavenger ledger report episodes --since 1h": SERVED,
         "scavenger ledger tokens SAMPLE_ID --format text": Here(put={"SAMPLE_ID": "11"}, says="<w11000>"),
@@ -437,6 +443,9 @@ wait %1""": By(
         "python -m rollout --kind reserved --run NAME --engine vllm --state-dir STATE --key STATE/keys/owner.key --slot 0": TRL,
         'pip install -c constraints.txt ".[trl]"': EXTRA,
         "python examples/trl_grpo.py run.toml": TRL,
+        'pip install -c constraints.txt ".[trl,gateway]"': EXTRA,
+        "scavenger gateway run.toml --logprobs-mode processed_logprobs &": TRL_ASYNC,
+        "python examples/trl_async_grpo.py run.toml": TRL_ASYNC,
     },
     "docs/recovery.md": {
         "scavenger ledger backup /backup/monday.ledger": SERVED,

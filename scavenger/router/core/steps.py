@@ -285,11 +285,10 @@ def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
             if body.purpose == "train"
             else all(o.sample_id < core.next_sample_id for o in body.outcomes)
         )
-        return (
-            Ok()
-            if known
-            else Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
-        )
+        if known:
+            return Ok()
+        if body.outcomes or body.purpose != "train" or not turns.asked(run):
+            return Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
     fault = (
         _commit_fault(body, groups)
         or turns.commit_fault(run, body, OUTCOMES.get(body.purpose, ()))

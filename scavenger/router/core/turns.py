@@ -471,6 +471,11 @@ def engines(run: ActiveRun, now: float) -> tuple[int, str]:
 # ---------------------------------------------------------------- taken by a step
 
 
+def asked(run: ActiveRun) -> bool:
+    """Whether a gateway has asked for anything. Its trainer may take steps with what others asked for, of which it names nothing."""
+    return bool(run.turns.episodes or run.turns.ended)
+
+
 def committed(run: ActiveRun, body: CommitStep) -> bool:
     """Whether this very commit was made: its episodes have ended."""
     return all(one.episode in run.turns.ended for one in body.episodes)
