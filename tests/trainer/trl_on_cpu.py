@@ -6,6 +6,7 @@ the same attention is registered in torch. TRL is as it was installed.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,12 @@ def attend(
 
 
 def main() -> None:
-    import trl_async_grpo
     from transformers import AttentionInterface
     from trl.experimental.async_grpo.packing import TREE_ATTENTION
 
     from scavenger.config import read_run
+
+    trl_async_grpo = importlib.import_module("trl_async_grpo")  # of examples/, which is no package
 
     torch.cuda.get_device_name = lambda device=None: "cpu"
     config = read_run(Path(sys.argv[1]))
