@@ -96,7 +96,8 @@ class KvRates:
 
 
 class KvDecision(NamedTuple):
-    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted."""
+    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted. `ahead`: bytes that have the
+    same way before them."""
 
     take: bool
     reason: str
@@ -105,6 +106,7 @@ class KvDecision(NamedTuple):
     transfer_s: float
     prefill_s: float
     within_s: float
+    ahead: int = 0
 
     def inputs(self) -> Mapping[str, float]:
         """Its numbers, for the ledger."""
@@ -114,19 +116,21 @@ class KvDecision(NamedTuple):
             "transfer_s": round(self.transfer_s, 6),
             "prefill_s": round(self.prefill_s, 6),
             "within_s": round(self.within_s, 6),
+            "ahead": self.ahead,
         }
 
 
-def decide(tokens: int, token_nbytes: int, rates: KvRates) -> KvDecision:
-    """Of a sample whose engine has the entries of so many tokens, `token_nbytes` bytes each."""
+def decide(tokens: int, token_nbytes: int, rates: KvRates, ahead: int = 0) -> KvDecision:
+    """Of a sample whose engine has the entries of so many tokens, `token_nbytes` bytes each. `ahead`: bytes of other samples that are on
+    their way from that engine, or to the reader: they share the way, and these come last."""
     nbytes = tokens * token_nbytes
-    transfer_s, prefill_s = rates.transfer_s(nbytes), rates.prefill_s(tokens)
+    transfer_s, prefill_s = rates.transfer_s(nbytes + ahead), rates.prefill_s(tokens)
     take = transfer_s < prefill_s
     what = "the blocks go along" if take else "prefilled again"
     than = "less than" if take else "no less than"
     reason = (
-        f"{what}, {nbytes} bytes of {tokens} tokens are predicted to take {transfer_s:.4f} s, "
+        f"{what}, {nbytes} bytes of {tokens} tokens{f' behind {ahead} bytes' if ahead else ''} are predicted to take {transfer_s:.4f} s, "
         f"{than} the {prefill_s:.4f} s of a prefill"
     )
     within_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, PATIENCE * transfer_s, prefill_s))
-    return KvDecision(take, reason, tokens, nbytes, transfer_s, prefill_s, within_s)
+    return KvDecision(take, reason, tokens, nbytes, transfer_s, prefill_s, within_s, ahead)

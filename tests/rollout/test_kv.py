@@ -171,8 +171,8 @@ class Pair:
 
     def __init__(self, nbytes: int = 3 * CHUNK_NBYTES + 80) -> None:
         tokens = tuple(range(20))
-        self.most_nbytes = 2 * nbytes
         self.engine = Given(bytes(range(20)) * (nbytes // 20), tokens)
+        self.most_nbytes = 2 * len(self.engine.data)
         self.loaded: list[KvLoaded] = []
         self.left: list[int] = []
         self.holder, self.reader = self._mover("run"), self._mover("run")
@@ -389,7 +389,7 @@ def test_what_comes_is_bounded_however_many_samples_bring_it() -> None:
         pair.reader.used((1,))
         assert pair.reader.begins(another(request, 6))
 
-    played(scene)
+    played(scene, 400)
 
 
 def test_what_is_never_used_makes_room() -> None:
@@ -414,7 +414,7 @@ def test_what_is_never_used_makes_room() -> None:
             assert pair.reader._coming == {}, ends
             pair.holder.shelf.clear()
 
-    played(scene)
+    played(scene, 400)
 
 
 def test_a_lease_that_ends_while_its_blocks_wait_for_the_engine_makes_room() -> None:
@@ -425,7 +425,7 @@ def test_a_lease_that_ends_while_its_blocks_wait_for_the_engine_makes_room() -> 
         assert pair.reader.is_over(1)
         assert pair.reader._coming == {}
 
-    played(scene)
+    played(scene, 400)
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
