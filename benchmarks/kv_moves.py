@@ -2,11 +2,12 @@
 
     python -m benchmarks.kv_moves --traces DIR [--seeds 2] [--hours 0.5] [--cells ...] [--gb-per-s 0.83,50] [--jobs 1]
 
-Simulated: the live router with its own decision for each move (`policy.kv`), fed with what virtual engines report, in the live setting with
-engines of one GPU, as `engine.move_kv` and `engine.speculation` need. k = 0. A cell is one of `benchmarks.staleness`. `--gb-per-s`: what one
-reader's connection carries; the first is the simulator's, under CURVE as measured on two cores. Each line has the median over seeds of the
-ratio to the same seed without any of it, with the lowest and the highest; tokens that were prefilled for a token trained; tokens that were
-not, because their blocks came; seconds of all prefills; and samples whose blocks moved, were predicted to be slower, or did not come.
+The live router with its own decision for each move (`policy.kv`), fed with what virtual engines report, in the live setting with engines
+of one GPU, as `engine.move_kv` and `engine.speculation` need. k = 0. A cell is one of `benchmarks.staleness`. `--gb-per-s`: what
+one reader's connection carries; the first is the simulator's, under CURVE as measured on two cores. Each
+line has the median over seeds of the ratio to the same seed without any of it, with the lowest and the highest; tokens that were prefilled
+for a token trained; tokens that were not, because their blocks came; seconds of all prefills; and samples whose blocks moved, were
+predicted to be slower, or did not come.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def table(found: dict[Play, Found]) -> list[str]:
                 f"{statistics.fmean(one.prefill_s for one in some):,.0f} | {', '.join(map(str, counts))} |"
             )
             if way == ALL and CELLS[cell][2] > 1 and median(ratios) < SPECULATION_GOAL:
-                short.append(f"- {cell}, {way}, {rate:g} GB/s: {median(ratios):.2f}, wanted {SPECULATION_GOAL}")
+                short.append(
+                    f"- {cell}, {way}, {rate:g} GB/s: {median(ratios):.2f}, wanted {SPECULATION_GOAL}"
+                )
             if min(ratios) < FLOOR:
                 short.append(f"- {cell}, {way}, {rate:g} GB/s: a seed at {min(ratios):.2f}, below {FLOOR}")
     return [*lines, "", *(short or ["Every cell meets its goals."])]
@@ -142,14 +145,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--cells", default=";".join(SPECULATION_CELLS), help="with semicolons between them")
-    parser.add_argument("--curve", default="text", choices=tuple(CURVES), help="what siblings' drafts are worth")
+    parser.add_argument(
+        "--curve", default="text", choices=tuple(CURVES), help="what siblings' drafts are worth"
+    )
     parser.add_argument("--gb-per-s", default=f"{KV_BYTES_S / 1e9:g},50")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     found = {}
-    for play, one in each(played, plays_of(args, [float(rate) for rate in args.gb_per_s.split(",")]), args.jobs):
+    for play, one in each(
+        played, plays_of(args, [float(rate) for rate in args.gb_per_s.split(",")]), args.jobs
+    ):
         found[play] = one
-        print(f"{play.cell} {play.way} {play.gb_per_s:g} seed {play.seed}: {one}", file=sys.stderr, flush=True)
+        print(
+            f"{play.cell} {play.way} {play.gb_per_s:g} seed {play.seed}: {one}", file=sys.stderr, flush=True
+        )
     print("\n".join(table(found)))
 
 

@@ -96,8 +96,8 @@ class KvRates:
 
 
 class KvDecision(NamedTuple):
-    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted. `ahead`: bytes that have the
-    same way before them."""
+    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted. `ahead`: bytes that have
+    the same way before them."""
 
     take: bool
     reason: str

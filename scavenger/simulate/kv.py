@@ -45,7 +45,8 @@ class _Holder:
 
 
 class KvTransfers:
-    """Of one run. `connection_bytes_s`: of a reader's connection, its cipher included; `host_bytes_s`: of an engine, to and from its host."""
+    """Of one run. `connection_bytes_s`: of a reader's connection, its cipher included; `host_bytes_s`: of an engine's GPU, to and from
+    its host."""
 
     def __init__(self, connection_bytes_s: float, host_bytes_s: float) -> None:
         self._rate, self._host = connection_bytes_s, host_bytes_s

@@ -40,7 +40,12 @@ class SimDaemon:
     """One daemon. `new_policy`: that of the run with this name."""
 
     def __init__(
-        self, sim: Simulation, new_policy: Callable[[str], RouterPolicy], tick_s: float, heartbeat_s: float, share_prompts: bool = False
+        self,
+        sim: Simulation,
+        new_policy: Callable[[str], RouterPolicy],
+        tick_s: float,
+        heartbeat_s: float,
+        share_prompts: bool = False,
     ) -> None:
         self._sim, self._tick_s = sim, tick_s
         limits = RouterLimits(

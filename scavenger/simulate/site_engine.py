@@ -111,9 +111,9 @@ class _Request:
 
 
 class SimEngine:
-    """See the module. `fetch(engine, version, done)` gets weights; `kv`: moves its samples' blocks; `whole_groups` as in `SimulatedPolicy`: of a group's completions
-    none is handed over before all are complete, or longer than the shortest of them. `hangs_at`: it hangs when it is told to
-    sleep for so many times; 0 = it never does.
+    """See the module. `fetch(engine, version, done)` gets weights; `kv`: moves its samples' blocks; `whole_groups` as in
+    `SimulatedPolicy`: of a group's completions none is handed over before all are complete, or longer than the shortest of them.
+    `hangs_at`: it hangs when it is told to sleep for so many times; 0 = it never does.
     """
 
     def __init__(

@@ -23,11 +23,21 @@ def test_the_quicker_of_the_two_is_chosen_and_the_decision_says_why() -> None:
         "transfer_s": 0.5,
         "prefill_s": 2.0,
         "within_s": 2.0,
+        "ahead": 0,
     }
     rates.prefills = BySize()
     rates.prefills.note(1000, 0.4)
     slower = decide(1000, 1000, rates)
     assert (slower.take, slower.reason.partition(",")[0]) == (False, "prefilled again")
+
+
+def test_what_goes_the_same_way_before_is_waited_for() -> None:
+    rates = KvRates()
+    rates.prefills.note(1000, 2.0)
+    rates.transfers.note(1_000_000, 0.5)
+    found = decide(1000, 1000, rates, ahead=4_000_000)
+    assert (found.take, found.transfer_s, found.inputs()["ahead"]) == (False, pytest.approx(2.5), 4_000_000)
+    assert "1000000 bytes of 1000 tokens behind 4000000 bytes are predicted" in found.reason
     rates.prefills = BySize()
     rates.prefills.note(1000, 0.5)
     assert not decide(1000, 1000, rates).take, "what is no quicker is not worth a try"

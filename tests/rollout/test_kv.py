@@ -254,7 +254,8 @@ def test_a_reader_waits_for_what_its_holder_still_gives_out() -> None:
     async def scene(pair: Pair) -> None:
         pair.engine.may_give.clear()
         orders = [KeepKv(8, 20, "history"), KeepKv(9, 20, "history")]
-        assert all([pair.holder.expects(order) for order in orders])
+        for order in orders:
+            assert pair.holder.expects(order)
 
         async def keep() -> None:
             for order in orders:

@@ -288,7 +288,9 @@ class Extension:
     def scavenger_kv_shape(self) -> tuple[str, int, int]:
         """Of the KV blocks that move: layout, bytes a token, tokens a block; "" where they cannot."""
         groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
-        found: tuple[str, int, int] = _mover().shape([".".join(group.backend.full_cls_name()) for group in groups])
+        found: tuple[str, int, int] = _mover().shape(
+            [".".join(group.backend.full_cls_name()) for group in groups]
+        )
         return found
 
     def scavenger_take_kv(self, name: str, tokens: int, path: str) -> bool:
