@@ -132,7 +132,7 @@ def plays_of(args: argparse.Namespace, rates: Sequence[float]) -> list[Play]:
         Play(cell, way, seed, args.hours, args.traces, args.curve, rate)
         for seed in range(args.seeds)
         for cell in args.cells.split(";")
-        for way in WAYS
+        for way in args.ways.split(";")
         for rate in (rates if WAYS[way][0] else rates[:1])
     ]
 
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--curve", default="text", choices=tuple(CURVES), help="what siblings' drafts are worth"
     )
+    parser.add_argument("--ways", default=";".join(WAYS), help=f"with semicolons; {BASE} among them")
     parser.add_argument("--gb-per-s", default=f"{KV_BYTES_S / 1e9:g},50")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()

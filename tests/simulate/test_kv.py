@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from rollout.kv import MOST_NBYTES as LIVE_MOST_NBYTES
 from scavenger.errors import ConfigError
+from scavenger.policy.interface import RunView, SamplePlacement
 from scavenger.protocol.worker.events import WorkerLimits
 from scavenger.simulate import kv
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.kv import Fetched, KvTransfers
 from scavenger.simulate.outcome import KvOutcome, SimulationOutcome
+from scavenger.simulate.policies import Even, SimulatedPolicy
 from tests.simulate.test_driver import ENGINE, EVENLY, UNEVEN
 
 GB = 10**9
@@ -114,7 +117,19 @@ def test_only_engines_of_one_gpu_move_blocks() -> None:
         replace(UNEVEN, reserved=two, harvested=two, move_kv=True)
 
 
+class Scattered(Even):
+    """A group's samples go to different engines, once there are some."""
+
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
+        answers = super().place(view, now) if len(view.slots()) >= 4 else ()
+        mixed = sorted((answer.sample_id for answer in answers), key=lambda sample_id: sample_id % 8)
+        return [
+            SamplePlacement(sample_id, answer.worker_id)
+            for sample_id, answer in zip(mixed, answers, strict=True)
+        ]
+
+
 def test_prompts_that_are_shared_are_prefilled_less_often() -> None:
-    scattered = replace(UNEVEN, steps=1)
-    without, shared = simulate(scattered, EVENLY), simulate(replace(scattered, share_prompts=True), EVENLY)
+    scenario, policy = replace(UNEVEN, steps=1), SimulatedPolicy("scattered", Scattered, window=0.4)
+    without, shared = simulate(scenario, policy), simulate(replace(scenario, share_prompts=True), policy)
     assert shared.prefilled < without.prefilled
