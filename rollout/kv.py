@@ -27,7 +27,7 @@ from rollout.engines.base import Kv, MovesKv
 from scavenger.errors import ScavengerError, WeightsError, WireError
 from scavenger.protocol import kv, messages
 from scavenger.protocol.keys import KeyPair
-from scavenger.protocol.kv import KvBinding, KvHeader
+from scavenger.protocol.kv import MOST_NBYTES, KvBinding, KvHeader
 from scavenger.protocol.worker.events import KeepKv, KvLoaded, KvTaken, Request
 from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
@@ -35,9 +35,6 @@ from scavenger.weights.protocol import AvailableChunks, ChunkPart, Get, Have, No
 from scavenger.weights.source_zmq import CurveServer
 from scavenger.weights.version_store import SourceStats, StoreReply
 
-#: Of all samples together that this process keeps for others, of which what was kept first goes first; and of all that come to its engine
-#: and are not used yet, beyond which samples are prefilled.
-MOST_NBYTES = 4 << 30
 #: Between two questions for a header that its holder is still making.
 ASK_AGAIN_S = 0.005
 #: Chunks that are asked for ahead.

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scavenger.policy.kv import SET_UP_S
+from scavenger.protocol.kv import MOST_NBYTES
 
-#: Bytes that one engine keeps for others, and that come to one at once: `rollout.kv.MOST_NBYTES`.
-MOST_NBYTES = 4 << 30
 #: Tokens of a block: whole ones move.
 BLOCK = 16
 #: Seconds for which an engine that is told to leave stays for readers: `WorkerLimits.kv_s`.

@@ -31,6 +31,16 @@ def test_the_quicker_of_the_two_is_chosen_and_the_decision_says_why() -> None:
     assert (slower.take, slower.reason.partition(",")[0]) == (False, "prefilled again")
 
 
+def test_an_engine_that_is_gone_before_is_not_asked() -> None:
+    rates = KvRates()
+    rates.prefills.note(1000, 2.0)
+    rates.transfers.note(1_000_000, 0.5)
+    assert decide(1000, 1000, rates, stays_s=0.6).take
+    found = decide(1000, 1000, rates, stays_s=0.4)
+    assert (found.take, found.within_s) == (False, 0.4)
+    assert found.reason.endswith("less than the 2.0000 s of a prefill, and their engine is gone in 0.4000 s")
+
+
 def test_what_goes_the_same_way_before_is_waited_for() -> None:
     rates = KvRates()
     rates.prefills.note(1000, 2.0)

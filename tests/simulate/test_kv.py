@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.kv import MOST_NBYTES as LIVE_MOST_NBYTES
 from scavenger.errors import ConfigError
 from scavenger.policy.interface import RunView, SamplePlacement
 from scavenger.protocol.worker.events import WorkerLimits
@@ -27,8 +26,7 @@ def transfers() -> KvTransfers:
     return KvTransfers(1e9, 10e9)
 
 
-def test_the_bounds_are_the_live_ones() -> None:
-    assert kv.MOST_NBYTES == LIVE_MOST_NBYTES
+def test_who_leaves_stays_as_long_as_a_live_one() -> None:
     assert WorkerLimits().kv_s == kv.STAYS_S
 
 

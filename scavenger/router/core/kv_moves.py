@@ -11,6 +11,8 @@ Owns `Sample.kv` and `ActiveRun.kv`. Knows lengths and no token.
 
 from __future__ import annotations
 
+import math
+
 from scavenger.policy import kv
 from scavenger.protocol.messages import KvKept, KvSource, KvTried
 from scavenger.router.core import decision_log
@@ -56,12 +58,12 @@ def source_of(core: Core, sample: Sample, version: int) -> KvSource | None:
     if offer is None:
         return None
     run, cached = sample.group.run, len(sample.group.prompt) // 4 + sample.accepted - 1
-    left = offer.worker_id not in core.workers and core.now - offer.at > LEFT_S
-    if offer.tokens != cached or offer.version != version or left:
+    stays_s = math.inf if offer.worker_id in core.workers else LEFT_S - (core.now - offer.at)
+    if offer.tokens != cached or offer.version != version or stays_s < 0:
         run.kv.gone += 1
         return None
     holder, ahead = offer.source.server_key, _ahead(core, sample, offer.source.server_key)
-    decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates, ahead)
+    decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates, ahead, stays_s)
     decision_log.kv_moved(core, run, sample.id, decided)
     if not decided.take:
         run.kv.prefilled += 1
