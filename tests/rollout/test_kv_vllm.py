@@ -143,11 +143,11 @@ def test_blocks_that_cannot_be_loaded_are_named_to_vllm(
 
 @pytest.mark.vllm
 def test_the_layout_names_all_in_which_two_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout.engines.vllm import connector as module
+    import vllm
 
     def layout(release: str = "1", backend: str = "a.B", **cache: object) -> str:
         mover = connector(monkeypatch)
-        monkeypatch.setattr(module.vllm, "__version__", release)
+        monkeypatch.setattr(vllm, "__version__", release)
         vars(mover._vllm_config.cache_config).update(cache)
         dtype = cache.get("dtype", torch.float32)
         mover._caches = [one.to(dtype) for one in mover._caches]
