@@ -27,7 +27,7 @@ from rollout.engines.base import Kv, MovesKv
 from scavenger.errors import ScavengerError, WeightsError, WireError
 from scavenger.protocol import kv, messages
 from scavenger.protocol.keys import KeyPair
-from scavenger.protocol.kv import KvBinding, KvHeader
+from scavenger.protocol.kv import MOST_NBYTES, KvBinding, KvHeader
 from scavenger.protocol.worker.events import KeepKv, KvLoaded, KvTaken, Request
 from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
@@ -35,8 +35,6 @@ from scavenger.weights.protocol import AvailableChunks, ChunkPart, Get, Have, No
 from scavenger.weights.source_zmq import CurveServer
 from scavenger.weights.version_store import SourceStats, StoreReply
 
-#: Of all samples together that this process keeps for others; what was kept first goes first.
-MOST_NBYTES = 4 << 30
 #: Between two questions for a header that its holder is still making.
 ASK_AGAIN_S = 0.005
 #: Chunks that are asked for ahead.
@@ -222,8 +220,11 @@ class KvMover:
         taken: Callable[[KvTaken], None],
         on_fault: Callable[[WeightsError], None],
         clock: Callable[[], float],
+        most_nbytes: int = MOST_NBYTES,
     ) -> None:
         """Raises `WeightsError` when `address` cannot be bound."""
+        self._most = most_nbytes
+        self._coming: dict[int, int] = {}  # handle -> bytes that it brings, until the engine has used them
         self._engine, self._run, self._keypair, self._clock = engine, run, keypair, clock
         self._model = kv.model_digest(spec.model_config)
         self._report, self._taken = report, taken
@@ -231,7 +232,7 @@ class KvMover:
         self._fetching: dict[int, threading.Event] = {}  # handle -> set when its lease is over
         self._shelving: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
-        self.shelf = KvShelf()
+        self.shelf = KvShelf(most_nbytes)
         self.shelf.when_taken(lambda: _soon(loop, self._say_taken))
         self._server = KvServer(self.shelf, address, on_fault)
         self.source = self._server.source
@@ -240,22 +241,30 @@ class KvMover:
         self._taken(KvTaken(self.shelf.wanted()))
 
     def loaded(self, version: int, root: bytes) -> None:
+        """What was begun before is over, and its blocks with it, but for those that a thread still fetches."""
         self._version, self._root = version, root
         self.shelf.clear()
+        self.used([handle for handle in self._coming if handle not in self._fetching])
+
+    def expects(self, order: KeepKv) -> bool:
+        """Whether a running request's blocks can be kept. Then readers who come before they are copied out wait: `keep` follows, and many
+        samples that leave at once have their turn there."""
+        count = self._engine.kv_tokens(order.tokens)
+        return count > 0 and self.shelf.expect(order.handle, count * self._engine.kv_token_nbytes())
 
     async def keep(self, order: KeepKv) -> None:
-        """Copy a running request's blocks out of the engine; they are hashed while that goes on."""
-        engine, count = self._engine, self._engine.kv_tokens(order.tokens)
-        if count and self.shelf.expect(order.handle, count * engine.kv_token_nbytes()):
-            found = await engine.take_kv(order.handle, order.tokens)
-            if found is None:
-                self.shelf.drop(order.handle)
-                self._say_taken()
-                return
-            binding = self._binding(order.history, found.tokens)
-            task = asyncio.create_task(asyncio.to_thread(self.shelf.put, order.handle, binding, found.data))
-            self._shelving.add(task)
-            task.add_done_callback(self._shelving.discard)
+        """Copy out of the engine the blocks of a request that is expected; they are hashed while that goes on."""
+        if not self.shelf.has(order.handle):
+            return
+        found = await self._engine.take_kv(order.handle, order.tokens)
+        if found is None:
+            self.shelf.drop(order.handle)
+            self._say_taken()
+            return
+        binding = self._binding(order.history, found.tokens)
+        task = asyncio.create_task(asyncio.to_thread(self.shelf.put, order.handle, binding, found.data))
+        self._shelving.add(task)
+        task.add_done_callback(self._shelving.discard)
 
     def _binding(self, history: str, tokens: Sequence[int]) -> KvBinding:
         return KvBinding(
@@ -270,7 +279,8 @@ class KvMover:
         )
 
     def begins(self, request: Request) -> bool:
-        """Whether the blocks that it names are all that this engine needs of them. Then they are to be `fetched`, unless the lease ends."""
+        """Whether the blocks that it names are all that this engine needs of them, and there is memory for them. Then they are to be
+        `fetched`, unless the lease ends."""
         cached = len(request.prompt) + len(request.accepted) - 1
         if (
             request.kv is None
@@ -279,7 +289,14 @@ class KvMover:
             or not self._engine.kv_tokens(cached)
         ):
             return False
+        tokens = self._engine.kv_tokens(cached)
+        nbytes, coming = tokens * self._engine.kv_token_nbytes(), sum(self._coming.values())
+        if nbytes + coming > self._most:
+            fault = f"{nbytes} bytes beside {coming} that come already are over the limit of {self._most}"
+            self._report(KvLoaded(request.handle, tokens, nbytes, 0.0, fault))
+            return False
         self._fetching[request.handle] = threading.Event()
+        self._coming[request.handle] = nbytes
         return True
 
     async def fetched(self, request: Request) -> Kv | None:
@@ -294,6 +311,8 @@ class KvMover:
             data = await asyncio.to_thread(self._fetch, request, tokens, nbytes, over)
         except KvError as error:
             fault = error.cause
+        if data is None or over.is_set():
+            self.used((request.handle,))
         if over.is_set():
             return None
         self._report(KvLoaded(request.handle, len(tokens), nbytes, self._clock() - began, fault))
@@ -311,14 +330,24 @@ class KvMover:
 
     def is_over(self, handle: int) -> bool:
         """Whether the lease ended while its blocks were on their way. Asked once, when they have come."""
-        over = self._fetching.pop(handle, None)
-        return over is not None and over.is_set()
+        event = self._fetching.pop(handle, None)
+        over = event is not None and event.is_set()
+        if over:
+            self.used((handle,))
+        return over
 
     def forget(self, handles: Iterable[int]) -> None:
-        """These leases are over."""
+        """These leases are over. What a thread still fetches of them counts until it ends."""
         for handle in handles:
             if handle in self._fetching:
                 self._fetching[handle].set()
+            else:
+                self.used((handle,))
+
+    def used(self, handles: Iterable[int]) -> None:
+        """These have their first tokens, or will have none: what they brought takes no more memory here or in the engine."""
+        for handle in handles:
+            self._coming.pop(handle, None)
 
     def close(self) -> None:
         self.forget(list(self._fetching))

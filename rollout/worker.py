@@ -419,6 +419,9 @@ class RolloutWorker:
         elif isinstance(action, PullWeights):
             self._next_ahead = action.weights
             self._begin_ahead()
+        elif isinstance(action, KeepKv):
+            if self._kv is not None and self._kv.expects(action):
+                self._commands.put_nowait(action)
         elif isinstance(action, MoreHolders):
             self._store.offer(action.weights)
         elif isinstance(action, LogNote):
@@ -586,12 +589,17 @@ class RolloutWorker:
             else:
                 await engine.add(request)
         except EngineError as error:
+            if self._kv is not None:
+                self._kv.used((request.handle,))
             self._inbox.put_nowait(AddRefused(request.handle, describe(error)))
 
     async def _generate(self, engine: Engine) -> None:
         while True:
             await self._may_generate.wait()
-            self._inbox.put_nowait(Generated(tuple(await engine.next())))
+            deltas = tuple(await engine.next())
+            if self._kv is not None:
+                self._kv.used(delta.handle for delta in deltas)
+            self._inbox.put_nowait(Generated(deltas))
 
     # ------------------------------------------------------------ weights
 

@@ -10,6 +10,7 @@ with it: a prefill of a length that was never seen counts as the longest shorter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,7 +97,8 @@ class KvRates:
 
 
 class KvDecision(NamedTuple):
-    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted."""
+    """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted. `ahead`: bytes that have
+    the same way before them."""
 
     take: bool
     reason: str
@@ -105,6 +107,7 @@ class KvDecision(NamedTuple):
     transfer_s: float
     prefill_s: float
     within_s: float
+    ahead: int = 0
 
     def inputs(self) -> Mapping[str, float]:
         """Its numbers, for the ledger."""
@@ -114,19 +117,26 @@ class KvDecision(NamedTuple):
             "transfer_s": round(self.transfer_s, 6),
             "prefill_s": round(self.prefill_s, 6),
             "within_s": round(self.within_s, 6),
+            "ahead": self.ahead,
         }
 
 
-def decide(tokens: int, token_nbytes: int, rates: KvRates) -> KvDecision:
-    """Of a sample whose engine has the entries of so many tokens, `token_nbytes` bytes each."""
+def decide(
+    tokens: int, token_nbytes: int, rates: KvRates, ahead: int = 0, stays_s: float = math.inf
+) -> KvDecision:
+    """Of a sample whose engine has the entries of so many tokens, `token_nbytes` bytes each. `ahead`: bytes of other samples that are on
+    their way from that engine, or to the reader: they share the way, and these come last. `stays_s`: for which that engine is there yet."""
     nbytes = tokens * token_nbytes
-    transfer_s, prefill_s = rates.transfer_s(nbytes), rates.prefill_s(tokens)
-    take = transfer_s < prefill_s
+    transfer_s, prefill_s = rates.transfer_s(nbytes + ahead), rates.prefill_s(tokens)
+    take = transfer_s < min(prefill_s, stays_s)
     what = "the blocks go along" if take else "prefilled again"
-    than = "less than" if take else "no less than"
+    than = "less than" if transfer_s < prefill_s else "no less than"
+    gone = f", and their engine is gone in {stays_s:.4f} s" if stays_s <= transfer_s < prefill_s else ""
     reason = (
-        f"{what}, {nbytes} bytes of {tokens} tokens are predicted to take {transfer_s:.4f} s, "
-        f"{than} the {prefill_s:.4f} s of a prefill"
+        f"{what}, {nbytes} bytes of {tokens} tokens{f' behind {ahead} bytes' if ahead else ''} are predicted to take {transfer_s:.4f} s, "
+        f"{than} the {prefill_s:.4f} s of a prefill{gone}"
     )
-    within_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, PATIENCE * transfer_s, prefill_s))
-    return KvDecision(take, reason, tokens, nbytes, transfer_s, prefill_s, within_s)
+    within_s = min(
+        MOST_WAIT_S, max(LEAST_WAIT_S, stays_s), max(LEAST_WAIT_S, PATIENCE * transfer_s, prefill_s)
+    )
+    return KvDecision(take, reason, tokens, nbytes, transfer_s, prefill_s, within_s, ahead)

@@ -20,6 +20,9 @@ import msgspec
 from scavenger.errors import WireError
 from scavenger.protocol.messages import BoundedText, Count, Digest, MessagePart, Nbytes, pack_tokens
 
+#: Of all samples together that an engine keeps for others, of which what was kept first goes first; and of all that come to one engine and
+#: are not used yet, beyond which samples are prefilled.
+MOST_NBYTES = 4 << 30
 #: Bytes of a chunk on the wire, but for the last.
 CHUNK_NBYTES = 4 * 1024 * 1024
 #: Of one sample: half a million tokens of a large model.

@@ -20,8 +20,9 @@ from scavenger.protocol.messages import SampleKey
 from scavenger.router.core.events import PeerIdentity
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
+from scavenger.simulate.kv import KvTransfers
 from scavenger.simulate.network import Network
-from scavenger.simulate.outcome import SimulationOutcome, StepOutcome
+from scavenger.simulate.outcome import KvOutcome, SimulationOutcome, StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimHarvester, SimulatedDivision, VirtualSlurm
@@ -104,6 +105,11 @@ class _RunOnSite:
         self._network = Network(
             self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay
         )
+        self._kv = (
+            KvTransfers(scenario.kv_bytes_s, scenario.harvested.gpu.host_bytes_s)
+            if scenario.move_kv
+            else None
+        )
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
         self._newest = 0
         self.trainer = SimTrainer(
@@ -161,6 +167,7 @@ class _RunOnSite:
             slot=str(number),
             whole_groups=self._policy.whole_groups,
             hangs_at=0 if life else dict(scenario.hangs).get(str(number), 0),
+            kv=self._kv,
         )
         self.reserved.append(engine)
         engine.register(self._sim.now + self.trainer.wake_s)
@@ -198,6 +205,7 @@ class _RunOnSite:
             run=self.spec.name,
             incarnation=incarnation,
             whole_groups=self._policy.whole_groups,
+            kv=self._kv,
         )
         # By job and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
         if forget_s is not None:
@@ -267,7 +275,15 @@ class _RunOnSite:
             events=self._sim.executed + self._daemon.handled,
             decisions={**self._daemon.decisions, "dropped": counters.get("advice_dropped", 0)},
             since_s=self.spec.comes_s,
+            prefill_s=sum(engine.batch.prefill_s for engine in everyone),
+            kv=self._kv_outcome(),
         )
+
+    def _kv_outcome(self) -> KvOutcome | None:
+        run = self._daemon.router.core.runs.get(self.spec.name)
+        if self._kv is None or run is None:
+            return None
+        return KvOutcome(*(getattr(run.kv, name) for name in KvOutcome.__match_args__))
 
 
 class _SimulatedSite:
@@ -282,7 +298,11 @@ class _SimulatedSite:
         self.streams = Streams(scenario.seed)
         policies = {run.name: run.policy for run in runs}
         self.daemon = SimDaemon(
-            self.sim, lambda name: policies[name].new_policy(), scenario.tick_s, scenario.heartbeat_s
+            self.sim,
+            lambda name: policies[name].new_policy(),
+            scenario.tick_s,
+            scenario.heartbeat_s,
+            scenario.share_prompts,
         )
         self._runs = {run.name: _RunOnSite(self, run) for run in runs}
         self.slurm = VirtualSlurm(

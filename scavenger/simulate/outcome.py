@@ -60,6 +60,21 @@ class EngineOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOutcome:
+    """What became of the KV blocks of samples that moved, as the router counts it: samples whose blocks were offered; moved; prefilled
+    because that was predicted to be quicker; gone or not of all tokens; refused. `tokens`, `nbytes`, `seconds`: of those moved."""
+
+    offered: int
+    moved: int
+    prefilled: int
+    gone: int
+    refused: int
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationOutcome:
     """`seconds`: simulated. `level`: (time, GPUs held by harvested engines, idle GPUs of the fleet, ours included) at each change."""
 
@@ -78,6 +93,8 @@ class SimulationOutcome:
     events: int
     decisions: Mapping[str, int] = field(default_factory=dict)
     since_s: float = 0.0  # when the run came
+    prefill_s: float = 0.0  # of all engines
+    kv: KvOutcome | None = None  # with `move_kv`
 
     @property
     def step_seconds(self) -> float:

@@ -20,6 +20,8 @@ from scavenger.simulate.startup import ColdStart, Deltas
 from scavenger.simulate.trainer_model import TrainerSpec
 
 ENGINE_BYTES_S = 50e9 / 8  # a harvested engine's interface
+#: Under CURVE, as measured on two cores: 32 % of iperf3's 2.6 GB/s (docs/benchmarks-archive.md, `benchmarks/weights.py`).
+KV_BYTES_S = 0.83e9
 _SHORTER = "give fewer sampling.max_tokens or --prompt-tokens, a smaller model, or more GPUs an engine"
 
 
@@ -32,7 +34,8 @@ class Scenario:
     `offload`: training state goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step.
     `reward_s`: from group to reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first
     engine of this reserved slot hangs when it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and
-    another one takes its slot. `max_off_policy_steps`, `on_new_version`, `kv`, `on_late`: `algorithm`'s keys of these names.
+    another one takes its slot. `max_off_policy_steps`, `on_new_version`, `kv`, `on_late`: `algorithm`'s keys of these names;
+    `move_kv`: `engine`'s, `share_prompts`: `router`'s. `kv_bytes_s`: of one reader's connection for blocks that move.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
@@ -70,6 +73,9 @@ class Scenario:
     on_new_version: Literal["switch", "finish"] = "switch"
     kv: Literal["recompute", "keep"] = "recompute"
     on_late: Literal["wait", "later"] = "wait"
+    move_kv: bool = False
+    share_prompts: bool = False
+    kv_bytes_s: float = KV_BYTES_S
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +89,11 @@ class Scenario:
             if longest > spec.kv_capacity:
                 what = f"completions of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
                 raise ConfigError(what, _SHORTER)
+        if self.move_kv and max(self.reserved.gpus, self.harvested.gpus) > 1:
+            raise ConfigError(
+                f"KV blocks that move between engines of {max(self.reserved.gpus, self.harvested.gpus)} GPUs",
+                "live, engine.move_kv is for engines of one GPU: leave move_kv out",
+            )
         curves = {self.reserved.acceptance, self.harvested.acceptance}
         if len(curves) > 1:
             raise ConfigError(

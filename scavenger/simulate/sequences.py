@@ -97,6 +97,7 @@ class EngineBatch:
         self.passes = self.verified_tokens = 0.0  # with drafts, of a sample: how many, and what they made
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
+        self.prefill_s = 0.0
         self.preemptions = 0
         self._since = now  # when the step counter was `_step`
         self._step = 0.0
@@ -361,7 +362,9 @@ class EngineBatch:
             self._joining.append(request)
         if parts:
             self.prefilled_tokens += sum(new for new, _ in parts)
-            self._joined_at = self._since + self.spec.prefill_many_s(parts)
+            seconds = self.spec.prefill_many_s(parts)
+            self.prefill_s += seconds
+            self._joined_at = self._since + seconds
         self._due = None
 
     def _fits(self, request: SimulatedRequest) -> bool:

@@ -40,7 +40,12 @@ class SimDaemon:
     """One daemon. `new_policy`: that of the run with this name."""
 
     def __init__(
-        self, sim: Simulation, new_policy: Callable[[str], RouterPolicy], tick_s: float, heartbeat_s: float
+        self,
+        sim: Simulation,
+        new_policy: Callable[[str], RouterPolicy],
+        tick_s: float,
+        heartbeat_s: float,
+        share_prompts: bool = False,
     ) -> None:
         self._sim, self._tick_s = sim, tick_s
         limits = RouterLimits(
@@ -49,7 +54,9 @@ class SimDaemon:
             dead_s=math.inf,
             stalled_s=math.inf,
             sibling_bytes_per_s=RouterSection().sibling_bytes_per_s,
+            share_prompts=share_prompts,
         )  # engines here fall silent only with a goodbye, or with their jobs
+        self.flush_s = limits.flush_ms / 1000
         self.router = Router(limits, 1, NoPayloads(), new_policy=new_policy)
         self._peers: dict[int, Peer] = {}
         self._events: deque[RouterEvent] = deque()

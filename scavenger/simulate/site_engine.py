@@ -22,10 +22,12 @@ from scavenger.protocol.messages import (
     Assign,
     ChangeRun,
     Drain,
+    KvSource,
     Message,
     SampleKey,
     SiblingTokens,
     Sleep,
+    WeightSource,
     Welcome,
     WorkerHello,
     Yield,
@@ -37,7 +39,8 @@ from scavenger.protocol.worker.work import TokenBuffer
 from scavenger.router.core.events import HelloReceived, PeerIdentity, WorkerSent
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.decode import SimulatedEngine
-from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
+from scavenger.simulate.kv import BLOCK, KvTransfers
+from scavenger.simulate.sequences import EngineBatch, Finished, Joined, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon
 
 Truth = Callable[[SampleKey], int]  # how long a completion will be: known here, and to nobody who decides
@@ -109,9 +112,9 @@ class _Request:
 
 
 class SimEngine:
-    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `SimulatedPolicy`: of a group's completions
-    none is handed over before all are complete, or longer than the shortest of them. `hangs_at`: it hangs when it is told to
-    sleep for so many times; 0 = it never does.
+    """See the module. `fetch(engine, version, done)` gets weights; `kv`: moves its samples' blocks; `whole_groups` as in
+    `SimulatedPolicy`: of a group's completions none is handed over before all are complete, or longer than the shortest of them.
+    `hangs_at`: it hangs when it is told to sleep for so many times; 0 = it never does.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class SimEngine:
         slot: str = "",
         whole_groups: bool = False,
         hangs_at: int = 0,
+        kv: KvTransfers | None = None,
     ) -> None:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
@@ -140,6 +144,7 @@ class SimEngine:
         self.slot, self.name = slot, reserved_name(slot, f"{slot}.{incarnation}")
         self._sleeps_until_hang, self._hangs = hangs_at, False
         self._whole_groups = whole_groups
+        self._kv = kv
         session = f"{identity.intent_id or slot}.{incarnation}"
         me = worker.WorkerIdentity(
             kind, run, session, incarnation, 1, node, spec.gpus, "simulated", "0", 1, slot=slot
@@ -147,13 +152,15 @@ class SimEngine:
         self._session = Session(me, _LIMITS, sim.now, CountedTokens)
         self.conn = daemon.connect(self._receive)
         self.batch = EngineBatch(spec, sim.now)
-        self._wanted = -1  # the version that was asked for last
+        self._wanted, self._wanted_at = -1, sim.now  # the version that was asked for last
         self._ahead, self._ahead_is_here = -1, False  # the one that is pulled beside its work
+        self._pull_s = 0.0
         self._built_at = sim.now
         self._awake_at = sim.now
         self._requests: dict[int, _Request] = {}  # by the session's handles, in the order in which they came
         self._siblings: dict[int, dict[int, None]] = {}  # prompt -> its requests, where groups move as one
         self._buffer: list[SimulatedRequest] = []  # until it is awake
+        self._bringing: dict[int, SimulatedRequest] = {}  # until their KV blocks have come
         self._cached: dict[
             SampleKey, int
         ] = {}  # tokens of samples that left, which its KV cache has yet; the oldest first
@@ -181,6 +188,7 @@ class SimEngine:
         if notice and not self._hangs:
             self._give_all()
             self._tell(worker.Terminate(reason))
+            self._leave_blocks()
         else:
             self._abort(list(self._requests))
             self._end()
@@ -229,6 +237,15 @@ class SimEngine:
                 self._give_all()
                 self._cached.clear()
         self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
+        if isinstance(message, Drain):
+            self._leave_blocks()
+
+    def _leave_blocks(self) -> None:
+        """It is told to leave: its process stays for readers (`KvTransfers.leaves`), and its GPU is free at once."""
+        if self._kv is not None:
+            self._kv.leaves(self.name_of_blocks, self._sim.now)
+            if self.alive:
+                self._tell(worker.KvTaken(0))
 
     def _hear(self, message: SiblingTokens) -> None:
         """Which siblings ended on other engines: the batch counts them as it counts its own."""
@@ -258,7 +275,11 @@ class SimEngine:
                 case worker.SendMessage(message=message):
                     self._send(message)
                 case worker.Add(request=request):
-                    added.append(self._begin(request))
+                    one = self._begin(request)
+                    if request.kv is None or self._kv is None:
+                        added.append(one)
+                    else:
+                        self._fetch_blocks(request, request.kv, one)
                 case worker.LoadWeights(weights=weights):
                     self._load(weights.version)
                 case worker.PullWeights(weights=weights):
@@ -269,6 +290,8 @@ class SimEngine:
                     self._tell(worker.Slept(order, 0))
                 case worker.WakeEngine(order=order):
                     self._wake_up(order)
+                case worker.KeepKv(handle=handle, tokens=tokens):
+                    self._keep(handle, tokens)
                 case worker.EndWorker(hands_to=run):
                     self.handed_to = run
                     self._end()
@@ -299,11 +322,16 @@ class SimEngine:
 
     def _built(self) -> None:
         """With what vLLM says of itself: the tokens for which its KV cache has room, and no best batch, which nobody measured."""
-        if self.alive:
+        if not self.alive:
+            return
+        if self._kv is None:
             self._tell(worker.Built(self.spec.kv_capacity, 0))
+        else:
+            here = WeightSource(f"tcp://{self.name_of_blocks}:1", self.name_of_blocks, b"token")
+            self._tell(worker.Built(self.spec.kv_capacity, 0, here, self.spec.model.kv_bytes_per_token))
 
     def _load(self, version: int) -> None:
-        self._wanted = version
+        self._wanted, self._wanted_at = version, self._sim.now
         if version != self._ahead:
             self._ahead = -1
             self._fetch(self, version, lambda: self._pulled(version))
@@ -321,6 +349,8 @@ class SimEngine:
             self._pulled(version)
 
     def _pulled(self, version: int) -> None:
+        if version == self._wanted:
+            self._pull_s = self._sim.now - self._wanted_at
         ready = max(self._sim.now, self._built_at, self._awake_at) + self._pace.load_s
         self._sim.at(ready, lambda: self._ready(version))
 
@@ -329,7 +359,9 @@ class SimEngine:
             return
         if self.ready_s < 0:
             self.ready_s = self._sim.now
-        self._tell(worker.Loaded(version, root_of(version), 0.0, 0.0))
+        if self._kv is not None:
+            self._kv.clear(self.name_of_blocks)
+        self._tell(worker.Loaded(version, root_of(version), self._pull_s, 0.0))
 
     def _wake_up(self, order: int) -> None:
         self._awake_at = max(self._awake_at, self._sim.now + self._pace.wake_s)
@@ -350,6 +382,58 @@ class SimEngine:
             self._siblings.setdefault(prompt, {})[request.handle] = None
         cached = min(self._cached.pop(key, 0), len(request.prompt) + given)
         return SimulatedRequest(request.handle, prompt, len(request.prompt), given, target, cached)
+
+    # ---------------------------------------------------------------- KV blocks that move
+
+    @property
+    def name_of_blocks(self) -> str:
+        """Names this process to those who read its blocks."""
+        return f"{self.kind}-{self.conn}"
+
+    def _keep(self, handle: int, tokens: int) -> None:
+        if self._kv is not None:
+            whole = tokens // BLOCK * BLOCK
+            nbytes = whole * self.spec.model.kv_bytes_per_token
+            self._kv.keep(self.name_of_blocks, handle, nbytes, self._sim.now)
+
+    def _fetch_blocks(self, asked: worker.Request, order: KvSource, request: SimulatedRequest) -> None:
+        """It begins when they have come, or when it is known that they will not."""
+        assert self._kv is not None
+        began, tokens = self._sim.now, order.tokens // BLOCK * BLOCK
+        nbytes, handle = tokens * self.spec.model.kv_bytes_per_token, asked.handle
+        me, holder = self.name_of_blocks, order.source.server_key
+        found = self._kv.fetch(me, handle, holder, order.number, nbytes, order.within_s, began)
+        self._bringing[handle] = request
+
+        def come() -> None:
+            assert self._kv is not None
+            self._kv.over(me, handle)
+            if self._bringing.pop(handle, None) is None or not self.alive or self._hangs:
+                return
+            self._tell(worker.KvLoaded(handle, tokens, nbytes, self._sim.now - began, found.fault))
+            cached = request.cached if found.fault else max(request.cached, tokens)
+            self._add([msgspec.structs.replace(request, cached=cached)])
+
+        self._sim.at(found.at_s, come)
+
+    def _flush_first(self, keys: Sequence[int]) -> None:
+        """Hand over the first tokens of requests, as a live engine's next flush does: the router times prefills by them."""
+        if not self.alive or self._hangs:
+            return
+        mine = [
+            key
+            for key in keys
+            if (one := self._requests.get(key)) is not None
+            and not one.done
+            and one.given == len(one.asked.accepted)
+            and key in self.batch
+        ]
+        self._give(mine)
+        late = [key for key in mine if self._requests[key].given == len(self._requests[key].asked.accepted)]
+        if late:
+            self._sim.after(self._daemon.flush_s, lambda: self._flush_first(late))
+
+    # ---------------------------------------------------------------- requests, in the batch
 
     def _add(self, requests: list[SimulatedRequest]) -> None:
         if self._awake_at > self._sim.now:
@@ -374,6 +458,8 @@ class SimEngine:
             one = self._requests.pop(handle)
             if self._whole_groups:
                 self._siblings.get(one.prompt, {}).pop(handle, None)
+            if self._bringing.pop(handle, None) is not None:
+                continue  # it made nothing
             before = len(self._buffer)
             self._buffer = [r for r in self._buffer if r.key != handle] if self._buffer else self._buffer
             if one.done:
@@ -406,7 +492,7 @@ class SimEngine:
         one = self._requests[handle]
         if one.done:
             return one.target
-        at_rest = any(request.key == handle for request in self._buffer)
+        at_rest = handle in self._bringing or any(request.key == handle for request in self._buffer)
         return one.given if at_rest else self.batch.generated(handle, self._sim.now)
 
     def _hand_over(self, lengths: dict[int, int]) -> None:
@@ -448,6 +534,9 @@ class SimEngine:
             self._busy_since = self._sim.now
         happened = self.batch.advance(self._sim.now)
         ended = [one.key for one in happened if isinstance(one, Finished)]
+        joined = [key for one in happened if isinstance(one, Joined) for key in one.keys]
+        if joined and self._kv is not None:
+            self._sim.after(self._daemon.flush_s, lambda: self._flush_first(joined))
         if ended:
             self._ended(ended)
         self._arm()

@@ -175,6 +175,7 @@ class SimTrainer:
             sc.max_batch,
             context,
             speculation="none" if spec.acceptance is None else "group",
+            move_kv=sc.move_kv,
         )
         harvest = self._simulated_policy.harvest
         self._call(
@@ -267,7 +268,9 @@ class SimTrainer:
     def _publish(self) -> None:
         self._version += 1
         self._published(self._version)
-        self._call(PublishVersion(self._version, self._version - 1, root_of(self._version), b"", (_SOURCE,)))
+        nbytes = self._scenario.reserved.model.weight_bytes
+        root = root_of(self._version)
+        self._call(PublishVersion(self._version, self._version - 1, root, b"", (_SOURCE,), nbytes))
 
     def _begin(self, step: int) -> None:
         sc = self._scenario

@@ -23,11 +23,31 @@ def test_the_quicker_of_the_two_is_chosen_and_the_decision_says_why() -> None:
         "transfer_s": 0.5,
         "prefill_s": 2.0,
         "within_s": 2.0,
+        "ahead": 0,
     }
     rates.prefills = BySize()
     rates.prefills.note(1000, 0.4)
     slower = decide(1000, 1000, rates)
     assert (slower.take, slower.reason.partition(",")[0]) == (False, "prefilled again")
+
+
+def test_an_engine_that_is_gone_before_is_not_asked() -> None:
+    rates = KvRates()
+    rates.prefills.note(1000, 2.0)
+    rates.transfers.note(1_000_000, 0.5)
+    assert decide(1000, 1000, rates, stays_s=0.6).take
+    found = decide(1000, 1000, rates, stays_s=0.4)
+    assert (found.take, found.within_s) == (False, 0.4)
+    assert found.reason.endswith("less than the 2.0000 s of a prefill, and their engine is gone in 0.4000 s")
+
+
+def test_what_goes_the_same_way_before_is_waited_for() -> None:
+    rates = KvRates()
+    rates.prefills.note(1000, 2.0)
+    rates.transfers.note(1_000_000, 0.5)
+    found = decide(1000, 1000, rates, ahead=4_000_000)
+    assert (found.take, found.transfer_s, found.inputs()["ahead"]) == (False, pytest.approx(2.5), 4_000_000)
+    assert "1000000 bytes of 1000 tokens behind 4000000 bytes are predicted" in found.reason
     rates.prefills = BySize()
     rates.prefills.note(1000, 0.5)
     assert not decide(1000, 1000, rates).take, "what is no quicker is not worth a try"

@@ -172,6 +172,7 @@ class Pair:
     def __init__(self, nbytes: int = 3 * CHUNK_NBYTES + 80) -> None:
         tokens = tuple(range(20))
         self.engine = Given(bytes(range(20)) * (nbytes // 20), tokens)
+        self.most_nbytes = 2 * len(self.engine.data)
         self.loaded: list[KvLoaded] = []
         self.left: list[int] = []
         self.holder, self.reader = self._mover("run"), self._mover("run")
@@ -189,6 +190,7 @@ class Pair:
             taken=lambda event: self.left.append(event.left),
             on_fault=lambda fault: pytest.fail(str(fault)),
             clock=asyncio.get_running_loop().time,
+            most_nbytes=self.most_nbytes,
         )
 
     def request(self, within_s: float = 30.0, source: messages.WeightSource | None = None) -> Request:
@@ -209,6 +211,7 @@ def replace_kv(request: Request, prompt: tuple[int, ...], order: KvSource) -> Re
 
 
 async def kept(pair: Pair) -> None:
+    assert pair.holder.expects(KeepKv(9, 20, "history"))
     await pair.holder.keep(KeepKv(9, 20, "history"))
     async with asyncio.timeout(30):
         while pair.holder.shelf._kept[9].header is None:
@@ -246,11 +249,21 @@ def test_blocks_cross_from_process_to_process_and_their_holder_lets_go() -> None
 
 
 def test_a_reader_waits_for_what_its_holder_still_gives_out() -> None:
+    """Its own, or another's before it: many leave at once, and are copied out one after the other."""
+
     async def scene(pair: Pair) -> None:
         pair.engine.may_give.clear()
-        keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
+        orders = [KeepKv(8, 20, "history"), KeepKv(9, 20, "history")]
+        for order in orders:
+            assert pair.holder.expects(order)
+
+        async def keep() -> None:
+            for order in orders:
+                await pair.holder.keep(order)
+
+        keeping = asyncio.create_task(keep())
         bringing = asyncio.create_task(pair.brought(pair.request()))
-        while not pair.holder.shelf.has(9):
+        while not pair.reader._fetching:
             await asyncio.sleep(0.001)
         pair.engine.may_give.set()
         await keeping
@@ -262,6 +275,7 @@ def test_a_reader_waits_for_what_its_holder_still_gives_out() -> None:
 def test_blocks_that_are_late_are_not_waited_for() -> None:
     async def scene(pair: Pair) -> None:
         pair.engine.may_give.clear()
+        assert pair.holder.expects(KeepKv(9, 20, "history"))
         keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
         assert await pair.brought(pair.request(within_s=0.05)) is None
         assert "did not come within 0.050 s" in pair.loaded[0].fault
@@ -322,6 +336,7 @@ def test_blocks_that_are_not_just_those_are_refused(what: str) -> None:
 def test_a_lease_that_ends_while_its_blocks_are_on_their_way_begins_nothing() -> None:
     async def scene(pair: Pair) -> None:
         pair.engine.may_give.clear()
+        assert pair.holder.expects(KeepKv(9, 20, "history"))
         keeping = asyncio.create_task(pair.holder.keep(KeepKv(9, 20, "history")))
         request = pair.request()
         assert pair.reader.begins(request)
@@ -334,6 +349,84 @@ def test_a_lease_that_ends_while_its_blocks_are_on_their_way_begins_nothing() ->
         await keeping
 
     played(scene)
+
+
+def test_what_was_let_go_of_before_its_turn_is_not_copied_out() -> None:
+    async def scene(pair: Pair) -> None:
+        order = KeepKv(9, 20, "history")
+        assert pair.holder.expects(order)
+        pair.holder.loaded(2, ROOT)
+        pair.engine.may_give.clear()  # it would wait for ever
+        await pair.holder.keep(order)
+
+    played(scene)
+
+
+def another(request: Request, handle: int) -> Request:
+    return dataclasses.replace(request, handle=handle)
+
+
+def test_what_comes_is_bounded_however_many_samples_bring_it() -> None:
+    """Beyond the bound a sample is prefilled, and the daemon hears why; what was used, or is over, makes room."""
+
+    async def scene(pair: Pair) -> None:
+        nbytes = len(pair.engine.data)
+        assert pair.most_nbytes == 2 * nbytes
+        request = pair.request()
+        assert pair.reader.begins(another(request, 1))
+        assert pair.reader.begins(another(request, 2))
+        assert not pair.reader.begins(another(request, 3))
+        (said,) = pair.loaded
+        assert (said.handle, said.nbytes) == (3, nbytes)
+        assert "over the limit" in said.fault
+        # One never comes, one comes and has its first tokens.
+        assert await pair.reader.fetched(another(request, 2)) is None
+        assert not pair.reader.is_over(2)
+        await kept(pair)
+        assert await pair.reader.fetched(another(request, 1)) is not None
+        assert not pair.reader.is_over(1)
+        assert pair.reader.begins(another(request, 4))
+        assert not pair.reader.begins(another(request, 5)), "those of the first wait in the engine"
+        pair.reader.used((1,))
+        assert pair.reader.begins(another(request, 6))
+
+    played(scene, 400)
+
+
+def test_what_is_never_used_makes_room() -> None:
+    """A lease that ends while its blocks come, or when they have come; and a load, with which every request ends."""
+
+    async def scene(pair: Pair) -> None:
+        request = pair.request()
+        for ends in ("coming", "here", "loaded"):
+            assert pair.reader.begins(another(request, 1))
+            assert pair.reader.begins(another(request, 2)), ends
+            await kept(pair)
+            if ends == "coming":
+                pair.reader.forget([1, 2])
+            assert (await pair.reader.fetched(another(request, 1)) is None) == (ends == "coming")
+            assert pair.reader.is_over(1) == (ends == "coming")
+            assert await pair.reader.fetched(another(request, 2)) is None, "one reader has them"
+            pair.reader.is_over(2)
+            if ends == "here":
+                pair.reader.forget([1, 2])
+            elif ends == "loaded":
+                pair.reader.loaded(1, ROOT)
+            assert pair.reader._coming == {}, ends
+            pair.holder.shelf.clear()
+
+    played(scene, 400)
+
+
+def test_a_lease_that_ends_while_its_blocks_wait_for_the_engine_makes_room() -> None:
+    async def scene(pair: Pair) -> None:
+        await kept(pair)
+        assert await pair.brought(pair.request()) is not None
+        pair.reader.forget([1])
+        assert pair.reader.is_over(1)
+        assert pair.reader._coming == {}
+
+    played(scene, 400)
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:

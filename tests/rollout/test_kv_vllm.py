@@ -20,6 +20,8 @@ from scavenger.protocol.worker.events import Request
 
 pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
+import torch  # noqa: E402  after the check that it is there
+
 from rollout.engines.vllm import worker  # noqa: E402  needs torch
 from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402  needs torch
 from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
@@ -58,6 +60,12 @@ def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(k
         bad = await rest(other, asked(4, (), (0, *prompt[1:])), wrong)
         good = (await finish(one, asked(5, (), (0, *prompt[1:]))))[5]
         assert bad.token_ids != good.token_ids
+        # Blocks that are not all there when vLLM reads them: it computes them, and lives.
+        prompt = (2, *PROMPT[1:])
+        short = Kv(prompt[:64], blocks.data[:-64])
+        whole = (await finish(one, asked(6, (), prompt)))[6]
+        assert (await rest(other, asked(6, (), prompt), short)).token_ids == whole.token_ids
+        assert other._brought == {}, "with its first token its memory is given back"
         for engine in (one, other):
             await engine.close()
 
@@ -77,6 +85,85 @@ def test_blocks_of_a_request_that_vllm_preempted_are_not_given_out(
     extension: Any = SimpleNamespace(model_runner=SimpleNamespace(requests=known, input_batch=batch))
     assert worker.Extension.scavenger_take_kv(extension, "7", 64, "path") is scheduled
     assert taken == ([([3, 4], 64, "path")] if scheduled else [])
+
+
+def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our connector, with two layers of eight blocks of four tokens, as vLLM makes it but for its base class's part."""
+    from rollout.engines.vllm.connector import KvLoads, KvMover
+
+    mover: Any = object.__new__(KvMover)
+    cache = SimpleNamespace(block_size=4, cache_dtype="auto", kv_cache_layout="NHD")
+    monkeypatch.setattr(KvMover.__mro__[1], "__init__", lambda self, **_how: None)
+    KvMover.__init__(mover, SimpleNamespace(cache_config=cache), None, None)
+    mover._vllm_config = SimpleNamespace(cache_config=cache)
+    mover.register_kv_caches({name: torch.zeros(8, 2, 4, 3) for name in "ab"})
+    mover._get_connector_metadata = lambda: KvLoads(mover.loads)
+    return mover
+
+
+def told(tokens: int = 8, path: str = "/dev/null") -> Any:
+    return SimpleNamespace(request_id="7", kv_transfer_params={"path": path, "tokens": tokens})
+
+
+@pytest.mark.vllm
+def test_a_request_loads_once_though_all_its_tokens_were_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted and resumed, it would read memory that is given back by then, or another request's."""
+    mover = connector(monkeypatch)
+    assert mover.get_num_new_matched_tokens(told(), 0) == (8, True), "and vLLM waits for it"
+    assert mover.get_num_new_matched_tokens(told(), 8) == (0, False)
+    mover.update_state_after_alloc(told(), None, 0)
+    assert mover.get_num_new_matched_tokens(told(), 0) == (0, False)
+    mover.build_connector_meta(SimpleNamespace(finished_req_ids={"7"}))
+    assert mover._asked == set()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("what", ["whole", "short", "long", "gone", "empty"])
+def test_blocks_that_cannot_be_loaded_are_named_to_vllm(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, nbytes = connector(monkeypatch), 2 * 8 * 2 * 3 * 4  # layers, tokens, heads, entries, float32
+    path = tmp_path / "blocks"
+    path.write_bytes(b"\1" * {"short": nbytes - 4, "long": nbytes + 4, "empty": 0}.get(what, nbytes))
+    if what == "gone":
+        path.unlink()
+    mover.update_state_after_alloc(
+        told(path=str(path)), SimpleNamespace(get_block_ids=lambda: ([5, 3, 6],)), 4
+    )
+    mover.loads = mover.build_connector_meta(SimpleNamespace(finished_req_ids=set())).requests
+    mover.start_load_kv(None)
+    # The first block was cached here already; the third is of tokens that are computed.
+    assert mover.get_block_ids_with_load_errors() == (set() if what == "whole" else {3})
+    assert mover.get_finished(set()) == (None, {"7"}), "else vLLM would wait for ever"
+    assert mover.get_block_ids_with_load_errors() == set()
+    assert mover.get_finished(set()) == (None, None)
+    written = {int(block) for cache in mover._caches for block in cache.flatten(1).any(1).nonzero()}
+    assert written == ({3} if what == "whole" else set())
+
+
+@pytest.mark.vllm
+def test_the_layout_names_all_in_which_two_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    def layout(release: str = "1", backend: str = "a.B", **cache: object) -> str:
+        mover = connector(monkeypatch)
+        monkeypatch.setattr(vllm, "__version__", release)
+        vars(mover._vllm_config.cache_config).update(cache)
+        dtype = cache.get("dtype", torch.float32)
+        mover._caches = [one.to(dtype) for one in mover._caches]
+        found, nbytes, block = mover.shape([backend])
+        assert (nbytes, block) == (2 * 2 * 3 * mover._caches[0].element_size(), 4)
+        return str(found)
+
+    assert layout() == layout()
+    others = [
+        layout("2"),
+        layout(backend="a.C"),
+        layout(cache_dtype="fp8"),
+        layout(kv_cache_layout="HND"),
+        layout(dtype=torch.bfloat16),
+    ]
+    assert len({layout(), *others}) == 6
 
 
 def test_a_request_s_blocks_stay_where_they_are_until_vllm_has_dropped_it() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from scavenger.protocol import messages as wire
+from scavenger.protocol.kv import MOST_NBYTES
 from scavenger.protocol.messages import KvKept, KvOffer, KvTried, WeightSource
 from scavenger.protocol.worker.events import (
     EXIT_PREEMPTED,
@@ -119,6 +120,16 @@ def test_a_request_says_where_its_blocks_are_and_the_daemon_hears_what_came_of_t
     assert said == KvTried(3, 1, 5, 320, 0.25, "of another version")
     t.hear(wire.Revoke(((3, 1),), "moved on"))
     assert sent(t.do(KvLoaded(add.request.handle, 5, 320, 0.25))) == [], "its lease is over"
+
+
+def test_no_more_is_offered_than_is_kept() -> None:
+    """Who came for what was pushed out by the rest would come in vain."""
+    t = keeping()
+    t.do(Built(0, 0, HERE, MOST_NBYTES // 4))  # four tokens of the first fill it
+    actions = t.do(Terminate("SIGTERM"))
+    (kept,) = [one for one in sent(actions) if isinstance(one, KvKept)]
+    assert [one.sample_id for one in kept.offers] == [1]
+    assert [one.handle for one in of(KeepKv, actions)] == [1]
 
 
 def test_offers_have_a_bound_as_each_message_has() -> None:

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
+from scavenger.policy import kv
 from scavenger.protocol.messages import Goodbye, Held, KvKept, KvOffer, KvTried, Lease, WeightSource, Yielded
-from scavenger.router.core import kv_moves
+from scavenger.router.core import kv_moves, state
 from tests.router import harness
 from tests.router.harness import Bench
 from tests.router.moves import W1, W2, one_lease
@@ -141,6 +142,46 @@ def test_what_came_of_the_blocks_is_learned_or_counted() -> None:
     assert other.router.core.runs["r"].kv.rates.transfers.means == {}
     (event,) = other.events("kv_refused")
     assert event.reason == "the blocks are of another version"
+
+
+def test_blocks_wait_for_those_before_them_on_the_same_way() -> None:
+    """Many samples leave an engine at once: each alone would be quicker than its prefill, and all together are not."""
+    bench = leaving()
+    lease = leased(bench)
+    run = bench.router.core.runs["r"]
+    assert run.kv.under_way[lease.sample_id].nbytes == 320
+    run.kv.under_way[77] = state.KvUnderWay("key", 99, 10**9, 0, bench.now, 50.0)
+    run.kv.under_way[78] = state.KvUnderWay("other", 99, 10**9, 0, bench.now, 50.0)
+    run.kv.under_way[79] = state.KvUnderWay("key", 99, 10**9, 0, bench.now - 2.0, 1.0)
+    run.kv.under_way[80] = state.KvUnderWay("key", 99, 10**9, 0, bench.now - kv_moves.SILENT_S, 1.0)
+    bench.say(W2, KvKept((KvOffer(lease.sample_id, lease.epoch, 9, CACHED, 64),), THERE))
+    bench.say(W2, Goodbye("preempted", True))
+    (again,) = bench.join(13)
+    assert again.kv is None
+    said = [r for r in bench.ledger.log if isinstance(r, rec.Decision) and r.policy == "kv"][-1]
+    assert msgspec.json.decode(said.inputs)["ahead"] == 10**9, "what is late is not waited for"
+    assert set(run.kv.under_way) == {77, 78, 79}
+
+
+def test_what_waited_is_measured_with_what_it_waited_for() -> None:
+    bench = leaving()
+    lease = leased(bench)
+    run = bench.router.core.runs["r"]
+    run.kv.under_way[lease.sample_id] = state.KvUnderWay("key", W2, 320, 320, bench.now, 50.0)
+    bench.say(W2, KvTried(lease.sample_id, lease.epoch, CACHED, 320, 0.5))
+    assert run.kv.rates.transfer_s(640) == 0.5
+    assert run.kv.under_way == {}
+
+
+def test_blocks_that_come_too_late_are_learned_from() -> None:
+    """Else every sample of the run would wait for the like in vain."""
+    bench = leaving()
+    lease = leased(bench)
+    late = "the blocks did not come within 2.000 s"
+    bench.say(W2, KvTried(lease.sample_id, lease.epoch, CACHED, 320, 2.0, late))
+    rates = bench.router.core.runs["r"].kv.rates
+    assert rates.transfer_s(320) == 2.0
+    assert not kv.decide(CACHED, 64, rates).take
 
 
 def test_a_prefill_is_measured_by_a_lease_s_first_tokens_and_not_by_one_that_brought_its_blocks() -> None:

@@ -4,26 +4,36 @@ Runs in vLLM's own processes: the scheduler's half says how many of a request's 
 entries between a memory file of the worker process and vLLM's blocks. A request brings `kv_transfer_params = {"path", "tokens"}`, which our
 engine alone sets. Bytes are layers by name, and of each the tokens' entries, in order.
 
+Loads are asynchronous to vLLM, though each is done within the pass that it goes with. Only for those does its scheduler wait: it is a pass
+ahead otherwise, and a token that was computed from blocks whose load failed would be out before it heard of the failure.
+
 Boundary: code that runs inside vLLM's own processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.logger import init_logger
 
 from rollout.engines.vllm.worker import mapped
+
+_log = init_logger(__name__)
 
 
 @dataclass
 class KvToLoad:
-    """A request's blocks, and the file with the entries of its first tokens."""
+    """A request's blocks, and the file with the entries of its first tokens. `request`: vLLM's name of it."""
 
+    request: str
     path: str
     tokens: int
     first: int  # tokens before this one are in the blocks already
@@ -45,31 +55,35 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
         self._block = int(vllm_config.cache_config.block_size)
         self._caches: list[Tensor] = []
         self._loads: list[KvToLoad] = []
-        self._loaded: set[str] = set()  # requests whose entries were loaded once: resumed, they are computed
+        self._asked: set[str] = set()  # requests that had their turn to load: resumed, they are computed
+        self._done: set[str] = set()  # requests whose load is over, well or not, of which vLLM was not told
+        self._unloaded: set[int] = set()  # blocks that could not be loaded, of which vLLM was not told
 
     # ------------------------------------------------------------ in the scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         brought = request.kv_transfer_params
-        if not brought or request.request_id in self._loaded:
+        if not brought or request.request_id in self._asked:
             return 0, False
-        return max(0, int(brought["tokens"]) - num_computed_tokens), False
+        tokens = max(0, int(brought["tokens"]) - num_computed_tokens)
+        return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        brought = request.kv_transfer_params
+        if not brought:
+            return
+        # One whose tokens were all cached, too: preempted and resumed, it would read memory that is given back by then.
+        self._asked.add(request.request_id)
         if num_external_tokens <= 0:
             return
-        brought, tokens = request.kv_transfer_params, int(request.kv_transfer_params["tokens"])
-        self._loaded.add(request.request_id)
+        tokens = int(brought["tokens"])
         (ids,) = blocks.get_block_ids()
-        self._loads.append(
-            KvToLoad(
-                str(brought["path"]), tokens, tokens - num_external_tokens, list(ids[: tokens // self._block])
-            )
-        )
+        first, mine = tokens - num_external_tokens, list(ids[: tokens // self._block])
+        self._loads.append(KvToLoad(request.request_id, str(brought["path"]), tokens, first, mine))
 
     def build_connector_meta(self, scheduler_output: Any) -> KvLoads:
         loads, self._loads = self._loads, []
-        self._loaded -= set(scheduler_output.finished_req_ids)
+        self._asked -= set(scheduler_output.finished_req_ids)
         return KvLoads(loads)
 
     # ------------------------------------------------------------ in the worker
@@ -77,14 +91,24 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._caches = [kv_caches[name] for name in sorted(kv_caches)]
 
-    def shape(self) -> tuple[str, int, int]:
-        """The layout of a token's entries, its bytes, and tokens a block; "" where blocks are not `[head, token, entry]`."""
+    def shape(self, backends: Sequence[str]) -> tuple[str, int, int]:
+        """The layout of a token's entries, its bytes, and tokens a block; "" where blocks are not `[head, token, entry]`.
+
+        `backends`: the attention that fills them, by class. Other releases of vLLM and other backends may put other things at the same
+        places of a tensor of the same shape.
+        """
         caches = self._caches
         if not caches or any(cache.dim() != 4 or cache.shape[2] != self._block for cache in caches):
             return "", 0, 0
-        parts = [f"{cache.shape[1]}x{cache.shape[3]}" for cache in caches]
         nbytes = sum(cache.shape[1] * cache.shape[3] * cache.element_size() for cache in caches)
-        return f"vllm {caches[0].dtype} {self._block} {' '.join(parts)}", nbytes, self._block
+        config = self._vllm_config.cache_config
+        parts = [
+            f"vllm {vllm.__version__}",
+            ",".join(sorted(set(backends))),
+            f"{config.cache_dtype} {config.kv_cache_layout} {self._block}",
+            *(f"{len(list(same))} of {what}" for what, same in itertools.groupby(map(_layer, caches))),
+        ]
+        return "; ".join(parts), nbytes, self._block
 
     def copy_out(self, blocks: list[int], tokens: int, path: str) -> None:
         """Write the entries of the first `tokens` tokens in these blocks, whole ones, to a file of that size."""
@@ -98,11 +122,20 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvLoads)
         for one in metadata.requests:
-            self._copy_in(one)
+            try:
+                self._copy_in(one)
+            except (OSError, ValueError, RuntimeError) as error:
+                _log.warning("the KV blocks of request %s are computed: %s", one.request, error)
+                self._unloaded.update(one.blocks[one.first // self._block :])
+            self._done.add(one.request)
 
     def _copy_in(self, one: KvToLoad) -> None:
+        """Raises `OSError`, `ValueError` or `RuntimeError` where not all is there; some of its blocks may be written then."""
         data, at = mapped(one.path), 0
         first, count = one.first // self._block, one.tokens // self._block
+        due = count * sum(cache[0].numel() * cache.element_size() for cache in self._caches)
+        if len(data) != due or len(one.blocks) != count:
+            raise ValueError(f"{len(data)} bytes for {len(one.blocks)} blocks; {due} for {count} are due")
         ids = torch.tensor(one.blocks[first:count])
         for cache in self._caches:
             shape = (count, *cache.shape[1:])
@@ -110,6 +143,15 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
             found = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=at)
             at += nbytes
             cache[ids.to(cache.device)] = found.view(cache.dtype).reshape(shape)[first:].to(cache.device)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        done, self._done = self._done, set()
+        return None, done or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """vLLM computes their tokens (`setup.KV_TRANSFER`)."""
+        unloaded, self._unloaded = self._unloaded, set()
+        return unloaded
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass  # all is loaded before the pass begins
@@ -119,6 +161,10 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
 
     def wait_for_save(self) -> None:
         pass
+
+
+def _layer(cache: Tensor) -> str:
+    return f"{cache.shape[1]}x{cache.shape[3]} {cache.dtype}"
 
 
 def _write(fd: int, data: memoryview) -> None:

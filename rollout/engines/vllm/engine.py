@@ -458,6 +458,8 @@ class VllmEngine:
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
                 continue
+            if (fd := self._brought.pop(request.handle, None)) is not None:
+                os.close(fd)  # they are in vLLM's cache, or were computed: it opens them once
             if delta.error is not None:
                 await self._llm.abort(name)
                 await asyncio.shield(self._cleanse())

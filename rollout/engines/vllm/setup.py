@@ -37,7 +37,7 @@ CPU_BLOCK = 32  # tokens; the smallest that vLLM's CPU kernels take
 CPU_CACHE_NBYTES = 1 << 30
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which it has room to give
 EXTENSION = "rollout.engines.vllm.worker.Extension"
-#: Our own connector. Blocks that it could not load, vLLM computes.
+#: Our own connector. Blocks that it says it could not load, vLLM computes; by default it would end their request with an error.
 KV_TRANSFER = {
     "kv_connector": "KvMover",
     "kv_connector_module_path": "rollout.engines.vllm.connector",

@@ -9,6 +9,7 @@ Boundary: code that runs inside vLLM's own processes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -333,7 +334,10 @@ class Extension:
 
     def scavenger_kv_shape(self) -> tuple[str, int, int]:
         """Of the KV blocks that move: layout, bytes a token, tokens a block; "" where they cannot."""
-        found: tuple[str, int, int] = _mover().shape()
+        groups = itertools.chain.from_iterable(self.model_runner.attn_groups)
+        found: tuple[str, int, int] = _mover().shape(
+            [".".join(group.backend.full_cls_name()) for group in groups]
+        )
         return found
 
     def scavenger_take_kv(self, name: str, tokens: int, path: str) -> bool:

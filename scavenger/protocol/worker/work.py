@@ -14,11 +14,13 @@ Boundary: what is served, apart from how the connection is kept.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from scavenger.errors import WireError
 from scavenger.protocol import messages
+from scavenger.protocol.kv import MOST_NBYTES
 from scavenger.protocol.messages import (
     Chunk,
     Held,
@@ -634,6 +636,10 @@ class Work:
             and held.lease.begun_version in (-1, self.loaded_version)
             and held.cached > 0
         ][: messages.MAX_KV_OFFERS - len(self._kv_offers)]
+        # What is kept beyond the bound pushes out what was kept before it: who comes for that would come in vain.
+        room = MOST_NBYTES - sum(offer.tokens * offer.token_nbytes for offer in self._kv_offers)
+        total = itertools.accumulate(held.cached * self._kv_token_nbytes for held in able)
+        able = able[: sum(nbytes <= room for nbytes in total)]
         self._kv_offers += [
             messages.KvOffer(
                 held.lease.sample_id, held.lease.epoch, held.handle, held.cached, self._kv_token_nbytes

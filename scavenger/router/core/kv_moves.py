@@ -11,10 +11,12 @@ Owns `Sample.kv` and `ActiveRun.kv`. Knows lengths and no token.
 
 from __future__ import annotations
 
+import math
+
 from scavenger.policy import kv
 from scavenger.protocol.messages import KvKept, KvSource, KvTried
 from scavenger.router.core import decision_log
-from scavenger.router.core.state import KvOffered, Sample, Worker
+from scavenger.router.core.state import KvOffered, KvUnderWay, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 from scavenger.weights.directory import refused
@@ -23,6 +25,10 @@ from scavenger.weights.directory import refused
 LEFT_S = 0.4
 #: A transfer that is reported as longer counts as this long.
 MOST_REPORTED_S = 3600.0
+#: An engine that says nothing of a lease's blocks for so long will say nothing more: it is gone, or the sample is over.
+SILENT_S = 60.0
+#: Of the time for which blocks are waited for: who waited so long waited all of it.
+NEARLY = 0.99
 
 
 def offered(core: Core, worker: Worker, message: KvKept) -> None:
@@ -52,16 +58,31 @@ def source_of(core: Core, sample: Sample, version: int) -> KvSource | None:
     if offer is None:
         return None
     run, cached = sample.group.run, len(sample.group.prompt) // 4 + sample.accepted - 1
-    left = offer.worker_id not in core.workers and core.now - offer.at > LEFT_S
-    if offer.tokens != cached or offer.version != version or left:
+    stays_s = math.inf if offer.worker_id in core.workers else LEFT_S - (core.now - offer.at)
+    if offer.tokens != cached or offer.version != version or stays_s < 0:
         run.kv.gone += 1
         return None
-    decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates)
+    holder, ahead = offer.source.server_key, _ahead(core, sample, offer.source.server_key)
+    decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates, ahead, stays_s)
     decision_log.kv_moved(core, run, sample.id, decided)
     if not decided.take:
         run.kv.prefilled += 1
         return None
+    way = KvUnderWay(holder, sample.worker_id, decided.nbytes, ahead, core.now, decided.within_s)
+    run.kv.under_way[sample.id] = way
     return KvSource(offer.source, offer.number, offer.tokens, decided.within_s)
+
+
+def _ahead(core: Core, sample: Sample, holder: str) -> int:
+    """Bytes that are on their way from the same holder or to the same reader, whichever are more."""
+    under_way = sample.group.run.kv.under_way
+    for sample_id in [other for other, one in under_way.items() if core.now >= one.at + SILENT_S]:
+        del under_way[sample_id]
+    under_way.pop(sample.id, None)
+    awaited = [one for one in under_way.values() if core.now < one.at + one.within_s]
+    from_it = sum(one.nbytes for one in awaited if one.holder == holder)
+    to_it = sum(one.nbytes for one in awaited if one.reader_id == sample.worker_id)
+    return max(from_it, to_it)
 
 
 def tried(core: Core, worker: Worker, message: KvTried) -> None:
@@ -69,8 +90,14 @@ def tried(core: Core, worker: Worker, message: KvTried) -> None:
     sample, moves = worker.leases.get(message.sample_id), worker.run.kv
     if sample is None or sample.epoch != message.epoch or not sample.brings_kv:
         return
+    seconds, way = min(message.seconds, MOST_REPORTED_S), moves.under_way.pop(message.sample_id, None)
+    # It waited for those before it, or shared the way with them.
+    nbytes = message.nbytes + (way.ahead if way is not None else 0)
     if message.fault:
         moves.refused += 1
+        # Blocks that did not come in time would have taken longer still; a fault that showed sooner says nothing of the way.
+        if way is not None and NEARLY * way.within_s <= seconds > moves.rates.transfer_s(nbytes):
+            moves.rates.transfers.note(nbytes, seconds)
         core.connection_event(
             worker,
             "kv_refused",
@@ -80,8 +107,7 @@ def tried(core: Core, worker: Worker, message: KvTried) -> None:
             tokens=message.tokens,
         )
         return
-    seconds = min(message.seconds, MOST_REPORTED_S)
-    moves.rates.transfers.note(message.nbytes, seconds)
+    moves.rates.transfers.note(nbytes, seconds)
     moves.moved += 1
     moves.tokens += message.tokens
     moves.nbytes += message.nbytes

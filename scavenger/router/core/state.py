@@ -220,6 +220,19 @@ class KvOffered:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class KvUnderWay:
+    """A lease names blocks that its engine fetches, until it says what came of them, or for `within_s` from `at` (Unix s) at most. `ahead`:
+    bytes that had the same way before them."""
+
+    holder: str
+    reader_id: int
+    nbytes: int
+    ahead: int
+    at: float
+    within_s: float
+
+
 @dataclass(slots=True)
 class KvMoves:
     """What became of KV blocks since this daemon began, in samples; `tokens`, `nbytes` and `seconds` are of those that moved.
@@ -228,6 +241,7 @@ class KvMoves:
     """
 
     rates: KvRates = field(default_factory=KvRates)
+    under_way: dict[int, KvUnderWay] = field(default_factory=dict)  # by sample
     offered: int = 0
     moved: int = 0
     prefilled: int = 0
