@@ -9,6 +9,7 @@ import pytest
 
 from scavenger.errors import ConfigError
 from scavenger.policy.interface import RunView, SamplePlacement
+from scavenger.policy.kv import SET_UP_S
 from scavenger.protocol.worker.events import WorkerLimits
 from scavenger.simulate import kv
 from scavenger.simulate.driver import simulate
@@ -18,7 +19,7 @@ from scavenger.simulate.policies import Even, SimulatedPolicy
 from tests.simulate.test_driver import ENGINE, EVENLY, UNEVEN
 
 GB = 10**9
-SET_UP = kv.SET_UP_S
+SET_UP = SET_UP_S
 
 
 def transfers() -> KvTransfers:
