@@ -106,6 +106,8 @@ def told(tokens: int = 8, path: str = "/dev/null") -> Any:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
+@pytest.mark.timeout(600)
 def test_a_request_loads_once_though_all_its_tokens_were_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preempted and resumed, it would read memory that is given back by then, or another request's."""
     mover = connector(monkeypatch)
@@ -118,6 +120,8 @@ def test_a_request_loads_once_though_all_its_tokens_were_cached(monkeypatch: pyt
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["whole", "short", "long", "gone", "empty"])
 def test_blocks_that_cannot_be_loaded_are_named_to_vllm(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +146,8 @@ def test_blocks_that_cannot_be_loaded_are_named_to_vllm(
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
+@pytest.mark.timeout(600)
 def test_the_layout_names_all_in_which_two_engines_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 

@@ -19,7 +19,6 @@ from scavenger.simulate.policies import Even, SimulatedPolicy
 from tests.simulate.test_driver import ENGINE, EVENLY, UNEVEN
 
 GB = 10**9
-SET_UP = SET_UP_S
 
 
 def transfers() -> KvTransfers:
@@ -46,7 +45,7 @@ def test_transfers_to_one_reader_come_one_after_the_other_and_not_too_late() -> 
         moves.keep(holder, 1, GB, 0.0)
     assert moves.fetch("r", 1, "a", 1, GB, 10.0, 0.0).at_s == pytest.approx(1.2)
     assert moves.fetch("r", 2, "b", 1, GB, 1.5, 0.0) == Fetched(1.5, "late")
-    assert moves.fetch("r", 3, "c", 1, GB, 10.0, 2.0).at_s == pytest.approx(2.0 + SET_UP + 1 + 0.1)
+    assert moves.fetch("r", 3, "c", 1, GB, 10.0, 2.0).at_s == pytest.approx(2.0 + SET_UP_S + 1 + 0.1)
 
 
 def test_what_is_not_kept_does_not_come() -> None:
