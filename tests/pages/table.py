@@ -260,7 +260,7 @@ PAGES: dict[str, dict[str, Entry]] = {
     "docs/admin.md": {
         "scavenger ledger report harvested_gpu_hours_by_day": SERVED,
         "scavenger ledger report harvested_gpu_hours_by_user": SERVED,
-        'squeue -u scavenger -o "%i %j %P %T %b %N"': Here(put={"-u scavenger": "-u root"}, says="JOBID"),
+        'squeue -u scavenger -o "%i %j %P %T %b %N %k"': Here(put={"-u scavenger": "-u root"}, says="JOBID"),
         "sacct -X -u scavenger -S now-7days -o JobID,JobName%30,Account,Partition,Elapsed,AllocTRES%40,State": Here(
             put={"-u scavenger": "-u root"}, says="JobName"
         ),
