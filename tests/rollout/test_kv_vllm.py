@@ -65,7 +65,7 @@ def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(k
         short = Kv(prompt[:64], blocks.data[:-64])
         whole = (await finish(one, asked(6, (), prompt)))[6]
         assert (await rest(other, asked(6, (), prompt), short)).token_ids == whole.token_ids
-        assert other._brought == {}, "with its first token its memory is given back"
+        assert other._moves._brought == {}, "with its first token its memory is given back"
         for engine in (one, other):
             await engine.close()
 
