@@ -100,6 +100,13 @@ def test_a_question_in_plain_words_finds_the_section_that_answers_it(
         ("login node memory cpu", "questions.html#is-it-safe-on-a-login-node"),
         ("file permissions of keys", "questions.html#which-files-are-secret"),
         ("no workers started why", "questions.html#my-run-waits"),
+        ("engine job time limit --time", "questions.html#which-time-limit"),
+        ("cpu cores and memory per worker job", "questions.html#which-time-limit"),
+        ("how many jobs per day slurmdbd", "questions.html#how-many-jobs"),
+        ("power saving powered down nodes", "questions.html#does-it-wake"),
+        ("--dry-run", "questions.html#is-there-a-dry-run"),
+        ("telemetry", "questions.html#does-it-send-anything"),
+        ("how long does training take", "questions.html#what-do-we-gain"),
     ):
         page.keyboard.press("Control+A")
         page.keyboard.type(words)

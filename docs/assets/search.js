@@ -8,10 +8,11 @@
     "need needs of on one ones or other others our out own shall she should so some such than that the their them then there these they " +
     "this those to too use used using want was we were what when where which while who whom whose why will with would you your").split(" "))
   const QUERY = 2 // Material's type of message to the search's worker
-  const OPERATOR = /["+~^:*]|(?:^|\s)-/ // whoever writes these means them
+  const OPERATOR = /["+~^:*]|(?:^|\s)-(?=\w)/ // whoever writes these means them
+  const OPTION = /(^|\s)--(?=\w)/g // an option of a command, and no operator: sbatch --time
 
   function meant(text) {
-    const typed = text.toLowerCase().replace(/[?!.,;]+(?=\s|$)/g, "")
+    const typed = text.toLowerCase().replace(OPTION, "$1").replace(/[?!.,;]+(?=\s|$)/g, "")
     if (OPERATOR.test(typed)) return text
     const words = typed.split(/\s+/).filter(Boolean)
     const kept = words.filter(word => !SMALL.has(word))
