@@ -117,7 +117,7 @@ def test_a_link_that_ends_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
 
     class Broken:
         link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
-        generate = chat = models = begin = end = ask_tool = answer_tool = health = None
+        generate = complete = chat = models = client = begin = end = ask_tool = answer_tool = health = None
 
     monkeypatch.setattr(Broken.link, "run", fail)
     stopped: list[bool] = []

@@ -308,4 +308,4 @@ def test_figures_for_a_package_that_is_not_there_are_refused(
         lambda asked, package=None: None if asked == name else real(asked, package),
     )
     run.write_text(run.read_text() + f"[monitor]\n{name} = {value}\n")
-    assert f'pip install ".[{name}]"' in refused(run)["out_dir and figures"]
+    assert f"pip install 'scavenger[{name}]'" in refused(run)["out_dir and figures"]
