@@ -52,10 +52,10 @@ async def work(
         end = await worker.run()
         between()
         kept = worker.kept
+        if not end.hands_to or kept is None:
+            return end  # at once: its GPUs are wanted
         del worker
         gc.collect()  # tasks and callbacks refer to each other: what it held would stay for a while
-        if not end.hands_to or kept is None:
-            return end
         began = time.monotonic()
         try:
             pair = await _next_key(key, end.hands_to)
