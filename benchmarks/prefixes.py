@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place).resolve() != HERE)]
 
-import torch  # noqa: E402
+import torch  # noqa: E402  after the path, as all that follows
 from safetensors.torch import save_file  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402

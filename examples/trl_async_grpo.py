@@ -19,82 +19,45 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import torch
 from datasets import load_dataset
-from publishing import engine_spec, pack_weights
-from transformers import AutoTokenizer, TrainerCallback
+from publishing import DaemonRun
+from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from scavenger.client import Client, Run
 from scavenger.config import RunConfig, read_run
-from scavenger.errors import ScavengerError, describe
-from scavenger.protocol.keys import read_rendezvous
 from scavenger.weights import files
-from scavenger.weights.source import WeightServer, serving_interface
 
 #: The name of this trainer at its gateway, and so of the episodes that its calls are turns of.
 CLIENT = "trl"
 
 
-class Fleet(TrainerCallback):
+class Fleet(DaemonRun):
     """One run of a daemon as TRL sees it: a `weight_transfer`, and a callback that knows which step is which.
 
-    A step's order is what lets a killed trainer go on: weights are published, then the step is committed, then a checkpoint covers it. TRL
-    calls this callback before its own, which syncs the weights.
+    TRL calls this callback before its own, which syncs the weights.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._client = Client.connect(config.run.state_dir, config.run.key)
-        self._source = WeightServer(
-            serving_interface(config.weights.listen, read_rendezvous(config.run.state_dir).endpoint),
-            config.weights.advertise,
-        )
-        self._run: Run | None = None
-        self._tokenizer = files.read_tokenizer(config.model.path)
-        self._step = self._committed = self._version = 0
-        self._root = b""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if self._run is not None:
-                self._run.close_run(
-                    "finished" if error is None else "failed", "" if error is None else describe(error)
-                )
-        except ScavengerError as also:
-            print(f"the daemon was not told: {also}", file=sys.stderr)
-        finally:
-            self._source.close()
-            self._client.close()
+        super().__init__(config, files.read_tokenizer(config.model.path))
+        self._step = self._committed = 0
 
     # ---------------------------------------------------------------- TRL's WeightTransferProtocol
 
     def init_weight_transfer(self) -> None:
         """TRL loaded its checkpoint, and has called `on_train_begin`."""
-        spec, tokenizer = engine_spec(self._config), str(self._config.model.path / "tokenizer.json")
-        self._run = self._client.open_run(
-            self._config, engine=spec, tokenizer=tokenizer, resume_step=self._step
-        )
+        self.open(self._step)
 
     def pause(self) -> None:
         """Engines go on: each token's logprob is of the weights that made it, and these correct for the difference."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish what TRL streams: every parameter under its name in the checkpoint."""
-        assert self._run is not None
-        self._version = self._run.next_version
-        manifest, blob = pack_weights(
-            dict(iterator), self._version, self._config.weights.dtype, self._tokenizer
-        )
-        self._root = manifest.root
-        self._run.publish(self._step, manifest, self._source.publish(manifest, blob))
+        """Publish what TRL streams."""
+        self.publish(self._step, dict(iterator))
 
     def resume(self) -> None:
         """Nothing was paused."""
@@ -115,17 +78,11 @@ class Fleet(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """TRL logs a step once its weights are synced, and again at the end. The step's samples are turns at the gateway: none is named."""
-        assert self._run is not None
         if self._step > self._committed:
             said = {name: value for name, value in (logs or {}).items() if "/" not in name}
             metrics = {name: float(value) for name, value in said.items() if isinstance(value, int | float)}
-            self._run.commit(self._step, self._version - 1, [], metrics)
+            self.run.commit(self._step, self._version - 1, [], metrics)
             self._committed = self._step
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self._run is not None
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._run.checkpoint(state.global_step, self._version, self._root, str(path))
 
 
 def gateway_url(config: RunConfig) -> str:

@@ -17,75 +17,36 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from datasets import load_dataset
-from publishing import engine_spec, pack_weights
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from publishing import DaemonRun
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from scavenger.client import Client, Run
 from scavenger.config import RunConfig, read_run
-from scavenger.errors import ScavengerError, describe
 from scavenger.protocol import messages
-from scavenger.protocol.keys import read_rendezvous
 from scavenger.weights import files
-from scavenger.weights.source import WeightServer, serving_interface
 
 
-class Scavenged(TrainerCallback):
-    """One run of a daemon as TRL sees it: a `rollout_func`, a reward function that is recorded, and a callback that publishes and commits.
-
-    A step's order is what lets a killed trainer go on: weights are published, then the step is committed, then a checkpoint covers it.
-    """
+class Scavenged(DaemonRun):
+    """A run as TRL sees it: a `rollout_func`, a reward function that is recorded, and a callback that publishes and commits."""
 
     def __init__(self, config: RunConfig, reward: Any) -> None:
-        self._config = config
+        super().__init__(config, files.read_tokenizer(config.model.path) if config.sampling.stop else b"")
         self._reward = reward
-        self._client = Client.connect(config.run.state_dir, config.run.key)
-        self._source = WeightServer(
-            serving_interface(config.weights.listen, read_rendezvous(config.run.state_dir).endpoint),
-            config.weights.advertise,
-        )
-        self._run: Run | None = None
-        self._tokenizer = files.read_tokenizer(config.model.path) if config.sampling.stop else b""
-        self._version = 0
-        self._root = b""
         self._samples: list[int] = []
         self._rewards: list[float] = []
         self.__name__ = "scavenged"  # TRL asks its reward functions for one
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if self._run is not None:
-                self._run.close_run(
-                    "finished" if error is None else "failed", "" if error is None else describe(error)
-                )
-        except ScavengerError as also:
-            print(f"the daemon was not told: {also}", file=sys.stderr)
-        finally:
-            self._source.close()
-            self._client.close()
-
-    @property
-    def run(self) -> Run:
-        assert self._run is not None, "training has not begun"
-        return self._run
 
     # ---------------------------------------------------------------- what TRL calls
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """`state.global_step` is that of the checkpoint which TRL resumed from, or 0."""
-        spec, tokenizer = engine_spec(self._config), str(self._config.model.path / "tokenizer.json")
-        self._run = self._client.open_run(
-            self._config, engine=spec, tokenizer=tokenizer, resume_step=state.global_step
-        )
-        self._publish(state.global_step, model)
-        self._run.set_reserved(True)
+        self.open(state.global_step)
+        self.publish(state.global_step, dict(model.named_parameters()))
+        self.run.set_reserved(True)
 
     def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: `prompts` holds each prompt `num_generations` times in a row; so does what comes back."""
@@ -123,7 +84,7 @@ class Scavenged(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         generated_by = self._version
-        self._publish(state.global_step, model)
+        self.publish(state.global_step, dict(model.named_parameters()))
         advantages = _advantages(self._rewards, self._config.data.samples_per_prompt)
         outcomes = [
             messages.SampleOutcome(sample, "consumed", reward, advantage)
@@ -133,19 +94,7 @@ class Scavenged(TrainerCallback):
             state.global_step, generated_by, outcomes, {"reward": statistics.fmean(self._rewards)}
         )
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self.run.checkpoint(state.global_step, self._version, self._root, str(path))
-
     # ----------------------------------------------------------------
-
-    def _publish(self, step: int, model: Any) -> None:
-        self._version = self.run.next_version
-        manifest, blob = pack_weights(
-            dict(model.named_parameters()), self._version, self._config.weights.dtype, self._tokenizer
-        )
-        self._root = manifest.root
-        self.run.publish(step, manifest, self._source.publish(manifest, blob))
 
     def _sampling(self, ends: Sequence[int]) -> messages.Sampling:
         chosen = self._config.sampling

@@ -92,6 +92,16 @@ def prologue() -> list[r.Record]:
     ]
 
 
+def came_back() -> list[r.Record]:
+    """Worker 1 is silent for too long and given up; its process goes on, joins again as worker 3, and is preempted."""
+    return [
+        r.WorkerLeft(1, "silent for 12 s", False, 0, 0, 0, T0 + 19),
+        r.WorkerJoined(3, 1, "harvested", "i1", "s3", 0, 501, "n3", 1, "reference", T0 + 20),
+        r.WorkerLeft(3, "SIGTERM", True, 2, 7, 0, T0 + 50),
+        r.AllocationEnded("i1", 0, "preempted", T0 + 52),
+    ]
+
+
 def moved_group(group_id: int = 10, first: int = 11, step: int = 1, version: int = 1) -> list[r.Record]:
     """A group of two: the first sample loses worker 1 after 5 tokens and is finished by worker 2; then both are consumed."""
     a, b = first, first + 1

@@ -24,7 +24,7 @@ from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.read.reports import report
 from tests.conftest import lacks
-from tests.ledger.examples import T0, everything, group, moved_group, prologue, written
+from tests.ledger.examples import T0, came_back, everything, group, moved_group, prologue, written
 
 DAY_S = 86_400
 MIDNIGHT = T0 - T0 % DAY_S + DAY_S
@@ -133,14 +133,7 @@ def test_preemptions_and_lost_engines_count_tokens(url: str) -> None:
 
 
 def test_an_engine_that_came_back_to_its_gpus_is_one_preemption(url: str) -> None:
-    """It was silent for too long and given up; the process went on, joined again as another worker, and was preempted."""
-    left = [
-        r.WorkerLeft(1, "silent for 12 s", False, 0, 0, 0, T0 + 19),
-        r.WorkerJoined(3, 1, "harvested", "i1", "s3", 0, 501, "n3", 1, "reference", T0 + 20),
-        r.WorkerLeft(3, "SIGTERM", True, 2, 7, 0, T0 + 50),
-        r.AllocationEnded("i1", 0, "preempted", T0 + 52),
-    ]
-    written(url, [prologue(), left])
+    written(url, [prologue(), came_back()])
     (one,) = answers(url, "preemptions")
     assert (one["notice"], one["samples_in_flight"], one["tokens_salvaged"]) == ("notice", 2, 7)
     (release,) = answers(url, "gpu_release")

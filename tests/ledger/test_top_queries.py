@@ -10,9 +10,8 @@ import sqlalchemy as sa
 
 from scavenger import resources
 from scavenger.ledger import queries, store
-from scavenger.ledger import records as r
 from scavenger.ledger.read.reader import reading
-from tests.ledger.examples import T0, prologue, written
+from tests.ledger.examples import came_back, prologue, written
 from tests.top.sites import records
 
 PARAMETERS = {
@@ -90,13 +89,6 @@ def _after_from(line: str) -> list[str]:
 
 
 def test_only_the_last_engine_of_an_allocation_ended_with_it(url: str) -> None:
-    """It was silent for too long and given up; the process went on, joined again as another worker, and was preempted."""
-    left = [
-        r.WorkerLeft(1, "silent for 12 s", False, 0, 0, 0, T0 + 19),
-        r.WorkerJoined(3, 1, "harvested", "i1", "s3", 0, 501, "n3", 1, "reference", T0 + 20),
-        r.WorkerLeft(3, "SIGTERM", True, 2, 7, 0, T0 + 50),
-        r.AllocationEnded("i1", 0, "preempted", T0 + 52),
-    ]
-    written(url, [prologue(), left])
+    written(url, [prologue(), came_back()])
     found = [(row["worker_id"], row["allocation_end"]) for row in answers(url, "top_departures")]
     assert found == [(3, "preempted"), (1, "")]

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import gc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
@@ -28,6 +28,11 @@ else:
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 #: What no other text in a process has by chance.
 SECRET = (3, 14, 15, 9, 26, 5, 3, 5, 8, 9, 7)
+
+
+def beneath(engine: Any) -> Any:
+    """What the engine is around: what stays in a process is seen from within alone."""
+    return engine._engine
 
 
 def of_first_run(handle: int, max_tokens: int = 64) -> Request:
@@ -82,7 +87,7 @@ def test_after_a_change_of_hands_an_engine_gives_what_a_fresh_one_gives(kind: Ki
 def test_vllm_holds_zeros_after_a_change_of_hands(kind: Kind) -> None:
     async def main() -> None:
         engine = await kind.start(kind.spec())
-        bare = engine._engine.bare  # type: ignore[attr-defined]
+        bare = beneath(engine).bare
         await under_way(engine, kind.views)
         (before,) = await bare._llm.collective_rpc("scavenger_held")
         await engine.forget("theirs")
@@ -122,7 +127,7 @@ def reached(root: object) -> Iterator[tuple[str, object]]:
             todo += [(f"{way}~{type(child).__name__}", child) for child in gc.get_referents(one)]
 
 
-def _is_text(one: object) -> bool:
+def _is_text(one: object) -> TypeGuard[list[int] | tuple[int, ...]]:
     return isinstance(one, list | tuple) and bool(one) and all(type(item) is int for item in one)
 
 
@@ -133,12 +138,12 @@ def _slots(kind: type) -> list[str]:
 def residue(engine: object) -> list[str]:
     """Where the first run's tokens still are, and weights or cache entries that are not zero."""
     found = []
-    cache = engine._engine._decoder._cache  # type: ignore[attr-defined]
-    state = engine._engine._decoder._model.state_dict()  # type: ignore[attr-defined]
+    cache = beneath(engine)._decoder._cache
+    state = beneath(engine)._decoder._model.state_dict()
     found += [f"weight {name}" for name, tensor in state.items() if tensor.count_nonzero()]
     found += ["cache" for tensor in (*cache._keys, *cache._values) if tensor.count_nonzero()]
     for way, one in reached(engine):
-        if _is_text(one) and _holds(one, SECRET[:6]):  # type: ignore[arg-type]
+        if _is_text(one) and _holds(one, SECRET[:6]):
             found.append(way)
         if isinstance(one, Request):
             found.append(way)
@@ -160,7 +165,7 @@ def after_forgetting(kind: Kind) -> list[str]:
     async def main() -> list[str]:
         engine = await kind.start(speculating(kind))
         await under_way(engine, kind.views)
-        stale = engine._engine._decoder._cache  # type: ignore[attr-defined]
+        stale = beneath(engine)._decoder._cache
         before = residue(engine)
         assert any(name.startswith("weight") for name in before), "the search finds nothing at all"
         assert any("_speculator" in name for name in before)

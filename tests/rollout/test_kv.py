@@ -393,7 +393,7 @@ def test_what_comes_is_bounded_however_many_samples_bring_it() -> None:
     played(scene, 400)
 
 
-def test_what_is_never_used_makes_room() -> None:
+def test_what_is_never_used_is_freed() -> None:
     """A lease that ends while its blocks come, or when they have come; and a load, with which every request ends."""
 
     async def scene(pair: Pair) -> None:
@@ -418,7 +418,7 @@ def test_what_is_never_used_makes_room() -> None:
     played(scene, 400)
 
 
-def test_a_lease_that_ends_while_its_blocks_wait_for_the_engine_makes_room() -> None:
+def test_a_lease_that_ends_while_its_blocks_wait_for_the_engine_frees_them() -> None:
     async def scene(pair: Pair) -> None:
         await kept(pair)
         assert await pair.brought(pair.request()) is not None

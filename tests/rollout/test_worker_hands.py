@@ -150,6 +150,15 @@ class Scene:
         self.allowed.discard(MINE.public)
         self.daemon.inbox.clear()  # what the first run's worker said is not the second's
 
+    async def change_in_mid_sample(self) -> None:
+        """From one run to the other while samples are under way; the second run is served then."""
+        await self.serve("run", 1, 3)
+        self.assign(1, 3)
+        await self.daemon.tokens(1, 5)
+        await self.change()
+        self.daemon.send(messages.GoodbyeAck())
+        await self.serve("theirs", 2, 1)
+
     def close(self) -> None:
         self.process.cancel()
         self.daemon.close()
@@ -205,12 +214,7 @@ def test_an_engine_works_for_the_next_run_under_a_new_key_and_session(play: Play
 
 def test_the_worker_of_the_first_run_holds_nothing_when_the_second_begins(play: Play) -> None:
     async def scene(stage: Scene) -> None:
-        await stage.serve("run", 1, 3)
-        stage.assign(1, 3)
-        await stage.daemon.tokens(1, 5)
-        await stage.change()
-        stage.daemon.send(messages.GoodbyeAck())
-        await stage.serve("theirs", 2, 1)
+        await stage.change_in_mid_sample()
         first, second = stage.workers
         assert not first._store._complete, "its weights are given back"
         assert not first._session.may_generate
@@ -223,12 +227,7 @@ def test_the_worker_of_the_first_run_holds_nothing_when_the_second_begins(play: 
 
 def test_nothing_refers_to_the_worker_of_the_first_run_any_more(play: Play) -> None:
     async def scene(stage: Scene) -> None:
-        await stage.serve("run", 1, 3)
-        stage.assign(1, 3)
-        await stage.daemon.tokens(1, 5)
-        await stage.change()
-        stage.daemon.send(messages.GoodbyeAck())
-        await stage.serve("theirs", 2, 1)
+        await stage.change_in_mid_sample()
         first = weakref.ref(stage.workers[0])
         del stage.workers[0]
         gc.collect()

@@ -115,7 +115,7 @@ def test_it_gets_no_leases_while_it_changes_hands_and_the_order_is_repeated() ->
     assert bench.take(FIRST, ChangeRun) == []
 
 
-def test_a_reconnection_in_between_is_told_again_and_does_not_end_the_job() -> None:
+def test_after_a_reconnection_in_between_the_order_is_repeated_and_the_job_goes_on() -> None:
     bench = TwoRuns()
     bench.working()
     bench.handle(ORDER)
@@ -183,7 +183,7 @@ def test_one_that_is_not_there_yet_and_one_that_hosts_bound_leave_for_good() -> 
     assert len(guest.take(FIRST, Drain)) == 1
 
 
-def test_of_an_engine_that_changed_hands_both_lives_are_told_with_their_runs() -> None:
+def test_both_lives_of_an_engine_that_changed_hands_are_recorded_with_their_runs() -> None:
     bench = TwoRuns()
     bench.working()
     bench.handle(ORDER)
