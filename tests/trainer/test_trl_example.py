@@ -90,6 +90,8 @@ def test_trl_trains_on_what_engines_generated_and_every_step_is_committed(
             "TRL_EXPERIMENTAL_SILENCE": "1",
             "HF_DATASETS_CACHE": str(tmp_path / "cache"),
             "HF_HUB_OFFLINE": "1",
+            # As Python puts a script's own folder there, which `run_path` does not.
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT)]),
         }
         done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, (
