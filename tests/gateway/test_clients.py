@@ -58,6 +58,7 @@ def test_completions_answer_in_vllm_s_shape(live: LiveGateway) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's and torch's own, at its import
 def test_vllm_reads_what_is_asked_and_answered(live: LiveGateway) -> None:
     from vllm.entrypoints.openai.completion import protocol
 

@@ -16,6 +16,7 @@ import pytest
 from scavenger.cluster.model import JobState
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
@@ -32,6 +33,11 @@ def demand(hers: int, his: int) -> list[Demand]:
     ]
 
 
+def allocated(harvester: Harvester) -> int:
+    """Jobs that the harvester has seen start: one that it has not, it would cancel instead."""
+    return sum(one.allocation is not None for one in harvester.tracker.intents.values())
+
+
 def key_of(world: World, intent_id: str) -> keys.KeyPair:
     return keys.read_keypair(keys.worker_key_path(world.state_dir, intent_id))
 
@@ -43,7 +49,7 @@ def an_engine_changes_hands(world: World) -> None:
         world.demand = demand(2, 0)
         harvester = world.harvester(drain_notice_s=30.0, max_engines=2, change_hands=True)
         async with running(harvester, cancel=True):
-            await until("both run", lambda: len(world.jobs(JobState.RUNNING)) == 2, 120.0)
+            await until("the harvester saw both start", lambda: allocated(harvester) == 2, 120.0)
             before = {job.name: job.job_id for job in world.jobs(JobState.RUNNING)}
             world.demand = demand(1, 1)
             await until("one is told", lambda: world.of(IntentHandedOver), 120.0)
