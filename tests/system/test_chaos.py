@@ -120,7 +120,7 @@ def test_kills_lose_nothing_of_what_is_generated_in_advance(
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
-def test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_ask_nothing_again(
+def test_kills_that_hurt_no_engine_generate_nothing_and_ask_nothing_again(
     tmp_path: Path, small_model: Path
 ) -> None:
     """Tools with effects outside: nobody hurts an engine, and so no token at all may be generated again."""
@@ -130,7 +130,7 @@ def test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_
     )
     said: list[str] = []
     with agents.ToolServer().serving() as tool:
-        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "reference", 5)
+        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "ref", 5)
     chaos = Chaos(options, small_model, said.append)
     outcome = chaos.play(whole)
     assert outcome.sound, "\n".join([*said, table("episodes", outcome.audit, dict(outcome.done))])
@@ -149,9 +149,9 @@ def test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
-def test_kills_of_everything_but_the_trainer_change_no_episode(tmp_path: Path, small_model: Path) -> None:
+def test_kills_of_all_but_the_trainer_change_no_episode(tmp_path: Path, small_model: Path) -> None:
     with agents.ToolServer().serving() as tool:
-        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "reference", 8)
+        whole = agents.undisturbed(agents.plain(small_model, tool, tmp_path), tmp_path / "ref", 8)
     options = Options(
         tmp_path / "run", seed=191, kills=24, steps=8, kinds=("kill", "stop", "hole"), episodes="none"
     )
