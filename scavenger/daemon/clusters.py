@@ -175,7 +175,8 @@ class FurtherClusters:
         self.own: Harvester | None = None
         self.clusters: dict[str, Further] = {}
         self._faults: dict[str, str] = {}  # of what a cluster reported last, or of what is remembered of it
-        self._refused: dict[str, tuple[ReportedLimits, ConfigError]] = {}  # reported last: not read again
+        # What was refused last and why: not read again. None: what cannot be written down, which may be tried again.
+        self._refused: dict[str, tuple[ReportedLimits | None, ConfigError | OSError]] = {}
         self._read_at: dict[str, float] = {}  # when limits of a cluster were read last (the loop's time)
         self._left: dict[
             str, ClusterState
@@ -291,6 +292,9 @@ class FurtherClusters:
             await self._read_limits(name, one, reported)
         except ConfigError as error:
             self._refused[name], self._read_at[name] = (reported, error), now
+            raise
+        except OSError as error:  # a full disk, say: read again after `LIMITS_S`
+            self._refused[name], self._read_at[name] = (None, error), now
             raise
         self._refused.pop(name, None)
         self._read_at[name] = now

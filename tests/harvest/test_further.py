@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import secrets
 import socket
@@ -848,6 +849,36 @@ def test_limits_that_are_no_limits_are_read_once_and_those_that_change_all_the_t
             with pytest.raises(ConfigError):
                 await made._take_limits("b", clusters.ReportedLimits("u", many))
         assert read == ["null", many]
+        made.close()
+
+    asyncio.run(play())
+
+
+def test_limits_that_cannot_be_written_down_are_read_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = process.limits_json(site_of(tmp_path / "b")).decode()
+    real, read = clusters.config_of, []
+
+    def counted(own: DaemonConfig, name: str, reported: clusters.ReportedLimits) -> DaemonConfig:
+        read.append(name)
+        return real(own, name, reported)
+
+    def full(_path: Path, _content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    async def play() -> None:
+        made = clusters_of(site_of(tmp_path / "own"))
+        monkeypatch.setattr(clusters, "config_of", counted)
+        with monkeypatch.context() as disk:
+            disk.setattr(keys, "write_private", full)
+            for _ in range(3):
+                with pytest.raises(OSError, match="no space left"):
+                    await made._take_limits("b", clusters.ReportedLimits("u", limits))
+            assert len(read) == 1
+        made._read_at.clear()
+        await made._take_limits("b", clusters.ReportedLimits("u", limits))
+        assert "b" in made.clusters
         made.close()
 
     asyncio.run(play())
