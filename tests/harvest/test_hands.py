@@ -102,27 +102,53 @@ def test_an_engine_that_changes_hands_is_not_started_once_more_for_its_run() -> 
 
 
 @pytest.mark.parametrize(
-    ("giver", "taker", "limits"),
+    ("giver", "taker", "limits", "why"),
     [
-        (wants(0, 1, hands=""), wants(1, 2), HANDS),  # run.isolation = "process"
-        (wants(0, 1), wants(1, 2, hands=""), HANDS),
-        (wants(0, 1), wants(1, 2, hands="another kind"), HANDS),
-        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(by_owner=True))),
-        (wants(0, 1), wants(1, 2, owner_gpus=0), HANDS),
-        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(switch_s=61.0, start_s=60.0))),
+        (wants(0, 1, hands=""), wants(1, 2), HANDS, "run.isolation"),
+        (wants(0, 1), wants(1, 2, hands=""), HANDS, "run.isolation"),
+        (wants(0, 1), wants(1, 2, hands="another kind"), HANDS, "of another kind"),
+        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(by_owner=True)), "accounted to"),
+        (wants(0, 1), wants(1, 2, owner_gpus=0), HANDS, "owners.max_gpus"),
+        (
+            wants(0, 1),
+            wants(1, 2),
+            replace(LIMITS, hands=HandsRules(switch_s=61.0, start_s=60.0)),
+            "predicted to take 61.0 s, a new start 60.0 s",
+        ),
         (
             wants(0, 1),
             wants(1, 2),
             replace(HANDS, owners=(OwnerRule("owner2", gpu_types=frozenset({"a100"})),)),
+            "may not use this node",
         ),
     ],
     ids=["giver alone", "taker alone", "kind", "account", "owner's GPUs", "slower", "owner's nodes"],
 )
-def test_who_may_not_change_hands_with_whom(giver: Demand, taker: Demand, limits: HarvestLimits) -> None:
+def test_who_may_not_change_hands_with_whom(
+    giver: Demand, taker: Demand, limits: HarvestLimits, why: str
+) -> None:
+    """Its record says why."""
     mine = [of_run(1)]
     assert "ChangeHands" in {type(one).__name__ for one in decided(mine, [wants(0, 1), wants(1, 2)]).actions}
     found = decided(mine, [giver, taker], limits)
-    assert [type(one) for one in found.actions if not isinstance(one, Submit)] == [DrainAllocated]
+    (drain,) = (one for one in found.actions if not isinstance(one, Submit))
+    assert isinstance(drain, DrainAllocated)
+    reason, _, obstacle = drain.reason.partition("; it does not go on for run run2: ")
+    assert reason == "its run has no demand; it holds 1 leases"
+    assert why in obstacle
+
+
+def test_an_engine_that_no_other_run_could_use_leaves_for_its_own_reason_alone() -> None:
+    found = decided([of_run(1), of_run(2, run_id=2)], [wants(0, 1), wants(1, 2)])
+    assert [one.reason for one in found.actions] == ["its run has no demand; it holds 1 leases"]
+
+
+def test_of_several_runs_the_record_names_the_first_in_turn() -> None:
+    """A record does not grow with the runs that there are."""
+    found = decided([of_run(1)], [wants(0, 1), *(wants(1, n, hands="other") for n in range(2, 40))])
+    (drain,) = (one for one in found.actions if isinstance(one, DrainAllocated))
+    assert drain.reason.count("it does not go on") == 1
+    assert "run run2: its engine is of another kind" in drain.reason
 
 
 def test_runs_of_one_owner_change_hands_also_where_jobs_are_accounted_to_owners() -> None:
