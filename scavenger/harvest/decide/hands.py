@@ -97,7 +97,7 @@ def slower(rules: HandsRules) -> bool:
 
 
 def predicted(rules: HandsRules) -> str:
-    """The predicted seconds until an engine is registered for the other run, by either way."""
+    """The predicted seconds until an engine has weights of the other run, by either way."""
     switch = "not measured yet" if rules.switch_s is None else f"{rules.switch_s:.1f} s"
     start = "not measured yet" if rules.start_s is None else f"{rules.start_s:.1f} s"
     return f"to change hands is predicted to take {switch}, a new start {start}"
