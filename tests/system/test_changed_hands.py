@@ -23,8 +23,6 @@ PREEMPTIONS = 3
 #: A run that wants an engine and has none takes the other's, as soon as that has had it for so long. So the one engine that the site
 #: lets them have goes back and forth, for as long as both want it.
 HARVEST = {"change_hands": True, "division": "value", "division_wait_s": 1.0, "division_hold_s": 3.0}
-#: Of the engine that changed hands: who has it now, and had it before.
-HANDED = "job_runs h ON h.intent_id = w.intent_id"
 
 
 def site_in(folder: Path, backend: str) -> DemoSite:
@@ -76,9 +74,18 @@ def served(site: DemoSite) -> set[tuple[str]]:
     )
 
 
-def preempted(site: DemoSite) -> int:
-    """Engines that left because another user had their nodes."""
-    return len(play.ask(site, "SELECT 1 FROM gpu_allocations WHERE reason = 'preempted'"))
+def preempted(site: DemoSite, times: int) -> None:
+    """Wait until engines left so often because another user had their nodes."""
+    ends = "SELECT 1 FROM gpu_allocations WHERE reason = 'preempted'"
+    play.wait_for("preemptions", lambda: len(play.ask(site, ends)) >= times, DEADLINE_S)
+
+
+def lost(site: DemoSite) -> int:
+    """Tokens that a change of hands cost: those that other engines made once more."""
+    ((count,),) = play.ask(
+        site, "SELECT sum(regenerated) FROM workers WHERE reason LIKE 'it goes on for run %'"
+    )
+    return int(count)
 
 
 def crossed(site: DemoSite) -> int:
@@ -92,15 +99,18 @@ def crossed(site: DemoSite) -> int:
 
 
 def play_out(site: DemoSite) -> None:
-    """Until engines changed hands often enough, and another user preempted some of those that had."""
-    taken = 0
-    while len(changed(site)) < CHANGES or taken < PREEMPTIONS or len(served(site)) < len(SEEDS):
-        seen = len(changed(site))
-        play.wait_for("one more change of hands", lambda seen=seen: len(changed(site)) > seen, DEADLINE_S)
-        if seen >= (taken + 1) * CHANGES // (PREEMPTIONS + 1) and taken < PREEMPTIONS:
-            ((_, _, node),) = play.wait_for("the engine is there", lambda: play.workers(site), DEADLINE_S)
-            site.submit_other(0.5, 4, node)
-            taken += 1
+    """Until engines changed hands often enough, another user preempted some of those that had, and both runs had their work."""
+
+    def more(than: int) -> None:
+        play.wait_for("one more change of hands", lambda: len(changed(site)) > than, DEADLINE_S)
+
+    for taken in range(1, PREEMPTIONS + 1):
+        more(taken * CHANGES // (PREEMPTIONS + 1))
+        _, _, node = play.wait_for("the engine to be there", lambda: play.workers(site), DEADLINE_S)[0]
+        site.submit_other(0.5, 4, node)
+        preempted(site, taken)
+    more(CHANGES - 1)
+    play.wait_for("work of both", lambda: len(served(site)) == len(SEEDS), DEADLINE_S)
 
 
 @pytest.mark.timeout(3600)
@@ -117,7 +127,7 @@ def test_each_run_has_the_result_that_it_has_alone(backend: str, tmp_path: Path,
             play.cut_short(site, job)
         assert play.over_capacity(site) == ""
         assert reports.check(site.ledger_url) == []
-        assert crossed(site) == 0
+        assert (crossed(site), lost(site)) == (0, 0)
         found = {name: play.result_of(site.ledger_url, name) for name in SEEDS}
     for name, result in found.items():
         steps = max(result.steps)
