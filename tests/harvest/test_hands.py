@@ -282,6 +282,18 @@ def test_a_change_of_hands_is_over_when_the_engine_registers_for_the_new_run_and
     assert (mine.run_id, mine.changing_since, mine.started_at > 0) == (2, 0.0, True)
 
 
+def test_a_start_that_was_preempted_before_it_could_work_is_not_measured() -> None:
+    """Its job waited in the queue once more."""
+    w = Watch()
+    w.submit(A, 1, at=2.0)
+    w.see(5.0, running())
+    w.tracker.heard([replace(life(1, 6.0), ready=False)])
+    w.see(10.0, ours(A, 1, restart_count=1))
+    w.see(300.0, running(restart_count=1))
+    w.tracker.heard([replace(life(1, 301.0, ready_at=302.0), incarnation=1)])
+    assert w.tracker.predicted_s(303.0) == (None, None)
+
+
 def test_one_that_was_not_built_yet_is_not_measured() -> None:
     """Its build is part of the way, whose hands it is in: neither a start nor a change."""
     w = Watch()
