@@ -20,9 +20,9 @@ DEADLINE_S = 8 * play.DEADLINE_S
 SEEDS = {"hers": 7, "his": 8}
 CHANGES = 20
 PREEMPTIONS = 3
-#: A run that wants an engine and has none takes the other's, as soon as that has had it for so long. So the one engine that the site
-#: lets them have goes back and forth, for as long as both want it.
-HARVEST = {"change_hands": True, "division": "value", "division_wait_s": 1.0, "division_hold_s": 3.0}
+#: A run that wants an engine and has none takes the other's, as soon as that has had it for so long: longer than a job takes to start on a
+#: busy machine. So the one engine that the site lets them have goes back and forth, for as long as both want it.
+HARVEST = {"change_hands": True, "division": "value", "division_wait_s": 1.0, "division_hold_s": 8.0}
 
 
 def site_in(folder: Path, backend: str) -> DemoSite:
