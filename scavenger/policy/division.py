@@ -73,8 +73,8 @@ class Bid:
 
 @dataclass(frozen=True, slots=True)
 class HeldEngine:
-    """An engine that runs, or a job that waits (`node` ""). `age_s`: since it started. `fixed`: it is not moved (it waits, or has several
-    nodes)."""
+    """An engine that runs, or a job that waits (`node` ""). `age_s`: since it started. `fixed`: it is not moved (it waits, changes
+    hands, or has several nodes)."""
 
     intent_id: str
     run_id: int

@@ -31,6 +31,7 @@ from scavenger.harvest.execute.edges import RouterLink, WorkerKeys
 from scavenger.harvest.limits import hands_rules
 from scavenger.harvest.session import ChangeKey, Command, Commit, Outcome, Report
 from scavenger.ledger import records as rec
+from scavenger.policy.division import DivisionRules
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.router.core.events import IntentHandedOver, PeerIdentity, WorkerLife
@@ -102,27 +103,53 @@ def test_an_engine_that_changes_hands_is_not_started_once_more_for_its_run() -> 
 
 
 @pytest.mark.parametrize(
-    ("giver", "taker", "limits"),
+    ("giver", "taker", "limits", "why"),
     [
-        (wants(0, 1, hands=""), wants(1, 2), HANDS),  # run.isolation = "process"
-        (wants(0, 1), wants(1, 2, hands=""), HANDS),
-        (wants(0, 1), wants(1, 2, hands="another kind"), HANDS),
-        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(by_owner=True))),
-        (wants(0, 1), wants(1, 2, owner_gpus=0), HANDS),
-        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(switch_s=61.0, start_s=60.0))),
+        (wants(0, 1, hands=""), wants(1, 2), HANDS, "run.isolation"),
+        (wants(0, 1), wants(1, 2, hands=""), HANDS, "run.isolation"),
+        (wants(0, 1), wants(1, 2, hands="another kind"), HANDS, "of another kind"),
+        (wants(0, 1), wants(1, 2), replace(LIMITS, hands=HandsRules(by_owner=True)), "accounted to"),
+        (wants(0, 1), wants(1, 2, owner_gpus=0), HANDS, "owners.max_gpus"),
+        (
+            wants(0, 1),
+            wants(1, 2),
+            replace(LIMITS, hands=HandsRules(switch_s=61.0, start_s=60.0)),
+            "predicted to take 61.0 s, a new start 60.0 s",
+        ),
         (
             wants(0, 1),
             wants(1, 2),
             replace(HANDS, owners=(OwnerRule("owner2", gpu_types=frozenset({"a100"})),)),
+            "may not use this node",
         ),
     ],
     ids=["giver alone", "taker alone", "kind", "account", "owner's GPUs", "slower", "owner's nodes"],
 )
-def test_who_may_not_change_hands_with_whom(giver: Demand, taker: Demand, limits: HarvestLimits) -> None:
+def test_who_may_not_change_hands_with_whom(
+    giver: Demand, taker: Demand, limits: HarvestLimits, why: str
+) -> None:
+    """Its record says why."""
     mine = [of_run(1)]
     assert "ChangeHands" in {type(one).__name__ for one in decided(mine, [wants(0, 1), wants(1, 2)]).actions}
     found = decided(mine, [giver, taker], limits)
-    assert [type(one) for one in found.actions if not isinstance(one, Submit)] == [DrainAllocated]
+    (drain,) = (one for one in found.actions if not isinstance(one, Submit))
+    assert isinstance(drain, DrainAllocated)
+    reason, _, obstacle = drain.reason.partition("; it does not go on for run run2: ")
+    assert reason == "its run has no demand; it holds 1 leases"
+    assert why in obstacle
+
+
+def test_an_engine_that_no_other_run_could_use_leaves_for_its_own_reason_alone() -> None:
+    found = decided([of_run(1), of_run(2, run_id=2)], [wants(0, 1), wants(1, 2)])
+    assert [one.reason for one in found.actions] == ["its run has no demand; it holds 1 leases"]
+
+
+def test_of_several_runs_the_record_names_the_first_in_turn() -> None:
+    """A record does not grow with the runs that there are."""
+    found = decided([of_run(1)], [wants(0, 1), *(wants(1, n, hands="other") for n in range(2, 40))])
+    (drain,) = (one for one in found.actions if isinstance(one, DrainAllocated))
+    assert drain.reason.count("it does not go on") == 1
+    assert "run run2: its engine is of another kind" in drain.reason
 
 
 def test_runs_of_one_owner_change_hands_also_where_jobs_are_accounted_to_owners() -> None:
@@ -144,6 +171,16 @@ def test_runs_of_one_owner_change_hands_also_where_jobs_are_accounted_to_owners(
 def test_what_is_not_there_or_of_another_size_does_not(state: dict[str, Any]) -> None:
     found = decided([of_run(1, **state)], [wants(0, 1), wants(1, 2)])
     assert not [one for one in found.actions if isinstance(one, ChangeHands)]
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_an_engine_on_its_way_to_a_run_is_not_taken_for_the_next(changing: bool) -> None:
+    """It serves nobody yet: taken on the way, its job would end for nothing."""
+    rules = DivisionRules(wait_s=1.0, hold_s=1.0)
+    limits = replace(HANDS, division=rules, waiting_since=((2, NOW - 100.0),))
+    mine = of_run(1, connected=not changing, changing_since=NOW - 2.0 if changing else 0.0)
+    found = decided([mine], [wants(1, 1), wants(1, 2)], limits)
+    assert kinds(found.actions) == ([] if changing else [("ChangeHands", "handed_over")])
 
 
 def test_other_users_come_first() -> None:
@@ -215,27 +252,46 @@ def test_where_it_cannot_be_done_all_stays_as_it_was(why: str) -> None:
     assert (tracked.intended.run_id, tracked.changing_since) == (1, 0.0)
 
 
-def life(run_id: int, joined_at: float, *, here: bool = True) -> WorkerLife:
-    return WorkerLife(A, 0, "node1", joined_at, joined_at + 1, here, True, run_id)
+def life(run_id: int, joined_at: float, *, here: bool = True, ready_at: float = 0.0) -> WorkerLife:
+    return WorkerLife(A, 0, "node1", joined_at, joined_at + 1, here, True, run_id, ready_at)
 
 
-def test_a_change_of_hands_is_over_when_the_engine_registers_for_the_new_run_and_is_measured() -> None:
+def test_a_change_of_hands_is_over_when_the_engine_registers_for_the_new_run_and_measured_once_it_is_ready() -> (
+    None
+):
+    """A worker registers long before its engine is built, but one that changes hands after it has forgotten."""
     w = Watch()
     w.submit(A, 1, at=2.0)
     w.tracker.heard([])
     w.see(5.0, running())
-    w.tracker.heard([life(1, 40.0)])
+    w.tracker.heard([life(1, 6.0)])
+    assert w.tracker.predicted_s(6.0) == (None, None)
+    w.tracker.heard([life(1, 6.0, ready_at=40.0)])
     assert w.tracker.predicted_s(50.0) == (None, 38.0)
     w.tracker.changes_hands(A, 2, "key", 100.0)
-    w.tracker.heard([life(1, 40.0)])
+    w.tracker.heard([life(1, 6.0, ready_at=40.0)])
     assert w.see(101.0, running()).changed == (), "the old one is still there"
-    w.tracker.heard([life(1, 40.0, here=False), life(2, 103.0)])
+    w.tracker.heard([life(1, 6.0, here=False, ready_at=40.0), life(2, 103.0)])
     assert w.see(104.0, running()).changed == (A,)
-    assert w.tracker.predicted_s(104.0) == (3.0, 38.0)
-    assert w.see(105.0, running()).changed == ()
-    assert w.tracker.predicted_s(104.0 + 3601.0) == (None, None)
+    assert w.tracker.predicted_s(104.0) == (None, 38.0)
+    w.tracker.heard([life(1, 6.0, here=False, ready_at=40.0), life(2, 103.0, ready_at=105.0)])
+    assert w.tracker.predicted_s(106.0) == (5.0, 38.0)
+    assert w.see(107.0, running()).changed == ()
+    assert w.tracker.predicted_s(105.0 + 3601.0) == (None, None)
     (mine,) = w.tracker.jobs({})
     assert (mine.run_id, mine.changing_since, mine.started_at > 0) == (2, 0.0, True)
+
+
+def test_one_that_was_not_built_yet_is_not_measured() -> None:
+    """Its build is part of the way, whose hands it is in: neither a start nor a change."""
+    w = Watch()
+    w.submit(A, 1, at=2.0)
+    w.see(5.0, running())
+    w.tracker.heard([replace(life(1, 6.0), ready=False)])
+    w.tracker.changes_hands(A, 2, "key", 10.0)
+    w.tracker.heard([life(2, 50.0, ready_at=51.0)])
+    assert w.see(52.0, running()).changed == (A,)
+    assert w.tracker.predicted_s(52.0) == (None, None)
 
 
 def test_one_that_is_preempted_on_the_way_comes_back_for_its_new_run_and_is_not_measured() -> None:
@@ -248,8 +304,8 @@ def test_one_that_is_preempted_on_the_way_comes_back_for_its_new_run_and_is_not_
     back = ours(A, 1, restart_count=1)
     assert w.see(110.0, back).changed == (A,), "the old key opens nothing any more"
     w.see(300.0, running(restart_count=1))
-    w.tracker.heard([replace(life(2, 301.0), incarnation=1)])
-    assert w.tracker.predicted_s(302.0)[0] is None
+    w.tracker.heard([replace(life(2, 301.0, ready_at=302.0), incarnation=1)])
+    assert w.tracker.predicted_s(302.0) == (None, None)
     (mine,) = w.tracker.jobs({})
     assert (mine.run_id, mine.changing_since) == (2, 0.0)
 

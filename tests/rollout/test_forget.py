@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
+from msgspec import structs
 
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling
@@ -78,6 +79,41 @@ def test_after_a_change_of_hands_an_engine_gives_what_a_fresh_one_gives(kind: Ki
         with pytest.raises(EngineError, match="holds no weights"):
             await engine.add(contract.request(0, GREEDY))
         await engine.load(1, kind.views)  # as its next user, who finds it kept for the session, expects it
+        await engine.close()
+
+    kind.run(main())
+
+
+@kinds.VLLM_ONLY_LONG
+@pytest.mark.parametrize("more", [{"speculation": "group"}, {"move_kv": True}, {"adapter_rank": 8}], ids=str)
+def test_vllm_forgets_drafts_moved_blocks_and_adapters_too(kind: Kind, more: dict[str, Any]) -> None:
+    mine = kind.views
+    if "adapter_rank" in more:
+        pytest.importorskip("peft", reason="the adapters need the [lora] extra")
+        from tests.rollout.test_adapters_unmerged import Pulled
+
+        trained = Pulled(kind)
+        trained.step(1)
+        mine = trained.version(7)
+
+    async def main() -> None:
+        theirs = models.views(models.plain_model(kind.text(), seed=5))
+        spec = structs.replace(kind.spec(), **more)
+        engine = await kind.start(spec)
+        await engine.load(1, theirs)
+        due = await contract.finish(engine, *(contract.request(i, GREEDY) for i in range(4)))
+        await under_way(engine, mine)
+        assert (beneath(engine).bare._lora is not None) == ("adapter_rank" in more)
+        assert bool(beneath(engine).bare._texts) == ("move_kv" in more)
+        assert bool(beneath(engine).bare._introduced) == ("speculation" in more)
+        await engine.forget("theirs")
+        bare = beneath(engine).bare
+        assert not any((bare._lora, bare._adapters, bare._texts, bare._brought, bare._introduced))
+        await engine.load(1, theirs)
+        found = await contract.finish(
+            engine, *(contract.request(i, GREEDY) for i in range(4)), never=(4, 5, 6)
+        )
+        contract.same(kind, found, due)
         await engine.close()
 
     kind.run(main())
@@ -156,9 +192,7 @@ def _holds(text: list[int] | tuple[int, ...], part: tuple[int, ...]) -> bool:
 
 
 def speculating(kind: Kind) -> EngineSpec:
-    from msgspec.structs import replace
-
-    return replace(kind.spec(max_batch=4), speculation="group")
+    return structs.replace(kind.spec(max_batch=4), speculation="group")
 
 
 def after_forgetting(kind: Kind) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
@@ -19,6 +21,7 @@ from scavenger.protocol.messages import (
     Held,
     HelloAgain,
     Lease,
+    OpenRun,
     PublishVersion,
     Rejected,
     SubmitGroups,
@@ -216,19 +219,31 @@ def test_the_welcome_names_the_run_of_the_new_key() -> None:
     assert [(w.run, w.worker_id) for w in bench.take(SECOND, Welcome)] == [("b", 2)]
 
 
-@pytest.mark.parametrize(
-    ("change", "changes"), [({}, True), ({"isolation": "process"}, False), ({"name": "vllm"}, False)]
-)
-def test_a_run_s_demand_says_whether_and_with_whom_its_engines_change_hands(
-    change: dict[str, str], changes: bool
-) -> None:
+def hands_of(*bodies: OpenRun) -> list[str]:
+    """What the demand of runs that were opened with these says of their engines."""
     bench = TwoRuns()
-    body = open_body()
-    if "name" in change:
-        body = structs.replace(body, engine=structs.replace(body.engine, name=change["name"]))
-    else:
-        body = structs.replace(body, **change)
-    bench.of("b", structs.replace(body, run="b", resume_step=0), attempt=0)
+    core = bench.router.core
+    core.limits = replace(core.limits, vllm_options=("kv_offloading_size",))
+    for run, body in zip(TRAINERS, bodies, strict=True):
+        bench.of(run, structs.replace(body, run=run, resume_step=0), attempt=0)
     hands = {want.run: want.hands for want in bench.router.demand(bench.now)}
-    assert hands["a"]
-    assert hands["b"] == (hands["a"] if changes else "")
+    return [hands[run] for run in TRAINERS]
+
+
+def test_a_run_s_demand_says_whether_and_with_whom_its_engines_change_hands() -> None:
+    plain = open_body()
+    first, second = hands_of(plain, plain)
+    assert first == second != ""
+    assert hands_of(plain, structs.replace(plain, isolation="process")) == [first, ""]
+
+
+def test_engines_of_vllm_change_hands_unless_they_have_options_that_not_every_run_may_set() -> None:
+    def vllm(options: str) -> OpenRun:
+        body = open_body()
+        return structs.replace(body, engine=structs.replace(body.engine, name="vllm", options=options))
+
+    first, second = hands_of(vllm('{"block_size": 32}'), vllm('{"block_size": 32}'))
+    assert first == second != ""
+    first, second = hands_of(vllm('{"block_size": 32}'), vllm('{"block_size": 16}'))
+    assert first != second
+    assert hands_of(vllm('{"kv_offloading_size": 4}'), vllm('{"kv_offloading_size": 4}')) == ["", ""]

@@ -73,7 +73,15 @@ def test_of_each_harvested_engine_it_is_known_when_it_was_heard_first_and_last_a
     heard_at = bench.now
     assert workers.lives(bench.router.core) == [
         WorkerLife(
-            intent, 0, bench.router.core.workers[1].node, joined_at, heard_at, here=True, ready=True, run_id=1
+            intent,
+            0,
+            bench.router.core.workers[1].node,
+            joined_at,
+            heard_at,
+            here=True,
+            ready=True,
+            run_id=1,
+            ready_at=joined_at,
         )
     ]
     bench.tick(13.0)

@@ -180,7 +180,7 @@ def finish(site: DemoSite, job_id: int, deadline_s: float = DEADLINE_S) -> None:
 
 
 def cut_short(site: DemoSite, job_id: int) -> int:
-    """Cancel the training job, and give the last step that it completed.
+    """Cancel the training job, and give the last step that it completed (of several runs, the last of any).
 
     For runs that are longer than anything that is to happen in them, however slow the machine is.
     """
@@ -267,27 +267,33 @@ def result(site: DemoSite) -> Result:
     return result_of(site.ledger_url)
 
 
-def result_of(url: str) -> Result:
-    """The same of a ledger that may be another host's. Nothing was consumed twice: neither a step nor a sample is there twice."""
+def result_of(url: str, run: str = "") -> Result:
+    """The same of a ledger that may be another host's. Nothing was consumed twice: neither a step nor a sample is there twice. `run`: of
+    this one alone, where the site has several."""
     assert reports.check(url) == []
     tokens: dict[tuple[int, ...], bytes] = {}
     rows = ask_ledger(
         url,
         "SELECT g.step, g.prompt_index, s.sample_index, c.start_len, c.tokens FROM samples s JOIN groups g ON g.group_id = s.group_id "
-        "JOIN chunks c ON c.sample_id = s.sample_id WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered') "
-        "ORDER BY s.sample_id, c.start_len",
+        f"{_run_of('g', run)}JOIN chunks c ON c.sample_id = s.sample_id WHERE g.purpose = 'train' "
+        "AND s.state IN ('consumed', 'filtered') ORDER BY s.sample_id, c.start_len",
     )
     for step, prompt, index, start, data in rows:
         key = (step, prompt, index)
         assert len(tokens.get(key, b"")) == 4 * start, f"sample {key} has a gap at {start}"
         tokens[key] = tokens.get(key, b"") + data
-    return Result(tokens, steps_of(url))
+    return Result(tokens, steps_of(url, run))
 
 
-def steps_of(url: str) -> dict[int, tuple[str, str]]:
+def _run_of(table: str, run: str) -> str:
+    return f"JOIN runs r ON r.run_id = {table}.run_id AND r.name = '{run}' " if run else ""
+
+
+def steps_of(url: str, run: str = "") -> dict[int, tuple[str, str]]:
     """(reward, loss) of the steps that survived."""
     found = ask_ledger(
-        url, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
+        url,
+        f"SELECT t.step, t.metrics FROM steps t {_run_of('t', run)}WHERE t.purpose = 'train' AND t.rewound_by IS NULL ORDER BY t.step",
     )
     steps = {}
     for step, text in found:

@@ -237,7 +237,7 @@ class Restrictions:
 class HandsRules:
     """Engines may change hands. `by_owner`: Slurm accounts each job to its run's owner, so only between runs of one owner.
 
-    `switch_s`, `start_s`: predicted seconds until an engine is registered for another run, by a change of hands and by a new start; None:
+    `switch_s`, `start_s`: predicted seconds until an engine has weights of another run, by a change of hands and by a new start; None:
     not measured yet.
     """
 

@@ -56,7 +56,7 @@ from scavenger.harvest.decide.free_capacity import (
     nodes_of,
     waits_for,
 )
-from scavenger.harvest.decide.hands import change_hands, handed
+from scavenger.harvest.decide.hands import Handing, change_hands, handed
 from scavenger.harvest.decide.other_users import scan_queue
 from scavenger.harvest.decide.public_reason import public_reason
 from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
@@ -115,13 +115,12 @@ def decide(
     facts = _facts(view, demand, jobs, limits, now)
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
     beyond = _beyond_demand(facts, _undecided(facts.engines, actions))
-    changes = _changes_of_hands(facts, beyond, _undecided(facts.engines, [*actions, *beyond]))
-    changing = {one.intent_id for one in changes}
-    facts = replace(facts, engines=handed(facts.engines, changes))
-    actions += [action for action in beyond if action.intent_id not in changing]
+    hands = _changes_of_hands(facts, beyond, _undecided(facts.engines, [*actions, *beyond]))
+    facts = replace(facts, engines=handed(facts.engines, hands.changes))
+    actions += hands.leaves
     actions += _standby_beyond_demand(facts, _undecided(facts.standby_jobs, actions))
     leaves = _due_to_leave(facts, _undecided(facts.engines, actions))
-    actions += [*leaves, *_that_stay(changes, leaves)]
+    actions += [*leaves, *_that_stay(hands.changes, leaves)]
     serving, benefits = _serving(facts, actions), None
     if facts.closed:
         code, why = facts.closed
@@ -201,10 +200,8 @@ def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob
     return [job for job in jobs if job.drain_kind is DrainKind.NO and job.intent_id not in decided]
 
 
-def _changes_of_hands(
-    facts: DecisionFacts, beyond: Sequence[Drain], staying: Sequence[OurJob]
-) -> list[ChangeHands]:
-    return [] if facts.closed else change_hands(facts, facts.demand, beyond, staying)
+def _changes_of_hands(facts: DecisionFacts, beyond: Sequence[Drain], staying: Sequence[OurJob]) -> Handing:
+    return Handing((), beyond) if facts.closed else change_hands(facts, facts.demand, beyond, staying)
 
 
 def _that_stay(changes: Sequence[ChangeHands], leaves: Sequence[Drain]) -> list[ChangeHands]:

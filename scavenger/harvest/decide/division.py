@@ -44,7 +44,8 @@ def divide_by_value(
             "" if job.waits else job.node,
             job.gpus,
             max(0.0, now - job.started_at) if job.started_at else 0.0,
-            fixed=job.waits or job.n_nodes > 1,
+            # While it changes hands it serves nobody: taken on the way, it would end for nothing (`drain.HANDS_S` bounds that).
+            fixed=job.waits or job.n_nodes > 1 or job.changing_since > 0,
         )
         for job in staying
     ]

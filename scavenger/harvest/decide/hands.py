@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from scavenger.harvest.decide.actions import (
     ChangeHands,
@@ -33,14 +33,23 @@ from scavenger.policy.fleet_size import Demand
 _OURS_AGAIN = frozenset({HarvestCode.DIVISION, HarvestCode.OVER_SHARE, HarvestCode.NO_DEMAND})
 
 
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """`changes`: engines that go on for another run. `leaves`: those that leave all the same; the reason of one that another run could
+    have used says why that run does not get it."""
+
+    changes: Sequence[ChangeHands]
+    leaves: Sequence[Drain]
+
+
 def change_hands(
     facts: StartFacts, demand: Sequence[Demand], beyond: Sequence[Drain], staying: Sequence[OurJob]
-) -> list[ChangeHands]:
+) -> Handing:
     """Of the engines in `beyond`, which leave for what our runs want, those that go on for another run. `demand`: of all runs, those that
     want no engine included. `staying`: our jobs that are not in `beyond`, pending ones included."""
     rules = facts.limits.hands
-    if rules is None or slower(rules):
-        return []
+    if rules is None:
+        return Handing((), beyond)
     have = Counter(job.run_id for job in staying)
     missing = {want.run_id: facts.allotted[want.run_id] - have[want.run_id] for want in facts.wanted}
     engine_of = {want.run_id: want.hands for want in demand}
@@ -48,20 +57,27 @@ def change_hands(
     held = Counter[str]()
     for job in facts.engines:
         held[job.owner] += job.gpus
-    found: list[ChangeHands] = []
+    changes, leaves = list[ChangeHands](), list[Drain]()
     for action in beyond:
         if not isinstance(action, DrainAllocated) or action.code not in _OURS_AGAIN:
+            leaves.append(action)
             continue
-        job = jobs[action.intent_id]
+        job, obstacle = jobs[action.intent_id], ""
         for want in by_turn(facts.wanted, facts.turns):
-            if missing[want.run_id] > 0 and not _obstacle(job, want, engine_of, held, facts, rules):
-                missing[want.run_id] -= 1
-                held[job.owner] -= job.gpus
-                held[want.owner] += job.gpus
-                why = f"it goes on for run {want.run}: {predicted(rules)}; {action.reason}"
-                found.append(ChangeHands(job.intent_id, want.run_id, want.run, want.owner, why))
-                break
-    return found
+            if missing[want.run_id] <= 0:
+                continue
+            if stop := _obstacle(job, want, engine_of, held, facts, rules):
+                obstacle = obstacle or f"; it does not go on for run {want.run}: {stop}"
+                continue
+            missing[want.run_id] -= 1
+            held[job.owner] -= job.gpus
+            held[want.owner] += job.gpus
+            why = f"it goes on for run {want.run}: {predicted(rules)}; {action.reason}"
+            changes.append(ChangeHands(job.intent_id, want.run_id, want.run, want.owner, why))
+            break
+        else:
+            leaves.append(replace(action, reason=action.reason + obstacle))
+    return Handing(changes, leaves)
 
 
 def handed(jobs: Iterable[OurJob], changes: Sequence[ChangeHands]) -> list[OurJob]:
@@ -81,7 +97,7 @@ def slower(rules: HandsRules) -> bool:
 
 
 def predicted(rules: HandsRules) -> str:
-    """The predicted seconds until an engine is registered for the other run, by either way."""
+    """The predicted seconds until an engine has weights of the other run, by either way."""
     switch = "not measured yet" if rules.switch_s is None else f"{rules.switch_s:.1f} s"
     start = "not measured yet" if rules.start_s is None else f"{rules.start_s:.1f} s"
     return f"to change hands is predicted to take {switch}, a new start {start}"
@@ -96,6 +112,8 @@ def _obstacle(
     rules: HandsRules,
 ) -> str:
     """Why this engine cannot go on for this run; "" where it can."""
+    if slower(rules):
+        return predicted(rules)
     mine = engine_of.get(job.run_id, "")
     if not mine or not want.hands:
         return "one of the two runs keeps its processes for itself (run.isolation), or is not open"

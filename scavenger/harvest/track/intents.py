@@ -71,10 +71,13 @@ class Tracked:
         0.0  # the last moment at which it is known to have held nothing: its next life begins after it
     )
     workers: dict[int, WorkerLife] = field(default_factory=dict)  # engines that registered, by life
-    submitted_at: float = 0.0  # when this daemon submitted it, until an engine of it registered
+    submitted_at: float = 0.0  # when this daemon submitted it, until its engine was ready
     #: Since when it works for its run, and when its engine was asked to go on for it and has not registered yet (0: it was not).
     run_since: float = 0.0
     changing_since: float = 0.0
+    switching_since: float = (
+        0.0  # when its engine was asked to, until it was ready for the run; 0: not measured
+    )
 
     @property
     def intent_id(self) -> str:

@@ -119,9 +119,14 @@ class Tracker:
         one = self.intents[intent_id]
         one.intended = msgspec.structs.replace(one.intended, run_id=run_id, worker_key=worker_key)
         one.run_since = one.changing_since = now
+        life = one.workers.get(one.last_allocation)
+        # One that had not been built yet is built on the way: that says nothing of others.
+        one.switching_since = now if life is not None and life.ready else 0.0
+        one.submitted_at = 0.0
 
     def predicted_s(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds until an engine is registered, by a change of hands and by a start: the last hour's means; None: there was none."""
+        """Seconds until an engine has its first weights for the run, by a change of hands and by a start: the last hour's means; None:
+        there was none."""
         return _mean(self._switches, now), _mean(self._starts, now)
 
     def released(self, intent_id: str, node: str, now: float) -> None:
@@ -281,6 +286,8 @@ class Tracker:
             self._record_state(draft, one, job)
             self._allocations.follow(draft, one, job, observed, lost)
             one.standby = is_standby(job, draft.now)
+            if one.allocation is None:
+                one.switching_since = 0.0
             if one.changing_since and one.allocation is None:
                 one.changing_since = 0.0  # its process ended on the way: the next one begins with the new key
                 self._changed.append(one.intent_id)
@@ -483,14 +490,19 @@ class Tracker:
                     self._works(one, one.allocation)
 
     def _registered(self, one: Tracked, life: WorkerLife) -> None:
-        """How long a start or a change of hands took that is over now."""
-        if one.submitted_at:
-            self._starts.append(_Took(life.joined_at, max(0.0, life.joined_at - one.submitted_at)))
-            one.submitted_at = 0.0
-        if one.changing_since and life.here and life.run_id == one.intended.run_id:
-            self._switches.append(_Took(life.joined_at, max(0.0, life.joined_at - one.changing_since)))
+        """Whether a change of hands is over now, and how long it took, or a start. A worker registers before its engine is built, so
+        that both are measured until the engine is ready."""
+        its = life.here and life.run_id == one.intended.run_id
+        if one.changing_since and its:
             one.changing_since = 0.0
             self._changed.append(one.intent_id)
+        if not its or not life.ready_at:
+            return
+        if one.submitted_at and not life.incarnation:  # a later life of the job waited in the queue once more
+            self._starts.append(_Took(life.ready_at, max(0.0, life.ready_at - one.submitted_at)))
+        if one.switching_since and not one.changing_since:
+            self._switches.append(_Took(life.ready_at, max(0.0, life.ready_at - one.switching_since)))
+        one.submitted_at = one.switching_since = 0.0
 
     def condemned(self, engines: Iterable[CondemnedEngine], now: float) -> None:
         """What the router knows of engines that computed wrong numbers; each is heard once. The node is the one where Slurm ran it."""

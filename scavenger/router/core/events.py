@@ -43,7 +43,7 @@ class WorkerLife:
     """One engine of a harvested job, which shows that the job held GPUs. `seen_at`: when it was last heard, its goodbye too. Unix s.
 
     `here`: it has not left, nor been given up. `ready`: it has loaded weights, so that it could work. `run_id`: for which it worked; 0: not
-    known, it was an earlier daemon's.
+    known, it was an earlier daemon's. `ready_at`: when it had loaded its first weights for that run; 0: not yet.
     """
 
     intent_id: str
@@ -54,6 +54,7 @@ class WorkerLife:
     here: bool = False
     ready: bool = False
     run_id: int = 0
+    ready_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.policy.interface import NewPolicy
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
     AnswerTool,
     AskTool,
@@ -376,18 +377,15 @@ def _may_change_anything(event: RouterEvent) -> bool:
     return type(event) not in _QUIET
 
 
-#: Engines that do not change hands yet: that they forget a run whole has not been seen on a GPU.
-_KEPT = frozenset({"vllm"})
-
-
 def _hands_of(run: ActiveRun) -> str:
     """As `Demand.hands`."""
-    if run.settings.isolation == "process" or run.engine.name in _KEPT:
-        return ""
-    return _built_from(run.engine)
+    return "" if run.settings.isolation == "process" else _built_from(run.engine)
 
 
 @lru_cache(maxsize=256)
 def _built_from(engine: EngineSpec) -> str:
-    """Names everything that an engine is built from: engines of two runs that are built from the same may change hands."""
+    """Names everything that an engine is built from: engines of two runs that are built from the same may change hands. "": those of no
+    other may, as an option of vLLM's that an admin allowed may keep what is not known to be forgotten, KV blocks on the host's disk say."""
+    if engine_options.fault_of_text(engine.options, harvested=True):
+        return ""
     return blake2b(msgspec.json.encode(engine), digest_size=12).hexdigest()

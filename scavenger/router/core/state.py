@@ -833,6 +833,7 @@ class WorkerWeights:
     asked: int = -1
     asked_at: float = 0.0
     loads: int = 0  # versions that it ever loaded
+    first_at: float = 0.0  # when this daemon heard that it had loaded its first; 0: not yet
     failures: int = 0  # loads that failed since the last that did not
     offered: tuple[int, ...] = ()  # revision of the directory that its sources were chosen from
     offered_at: float = 0.0

@@ -93,6 +93,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     first, worker.weights.loaded = worker.weights.loads == 0, version
     worker.engine.cache_tokens, worker.engine.best_batch = message.cache_tokens, message.best_batch
     worker.weights.loads += 1
+    worker.weights.first_at = worker.weights.first_at or core.now
     worker.weights.failures = 0
     worker.run.due.samples = worker.run.due.recount = True  # the others' orders stay as they are
     worker.run.due.changed_workers.append(worker)

@@ -336,6 +336,7 @@ def _life(worker: Worker, *, here: bool) -> WorkerLife:
         here,
         worker.weights.loads > 0,
         worker.run.id,
+        worker.weights.first_at,
     )
 
 
