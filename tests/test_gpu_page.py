@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from scavenger.config.run import LoraSection
 from scavenger.sizing import fit, phases
 from scavenger.sizing.shape import ModelShape
 from scavenger.sizing.training import GB, TrainJob
@@ -18,12 +21,15 @@ PROMPT, COMPLETION = 1024, 8192
 GPUS = {"H100, A100 of 80 GB": 80.0, "H200 of 141 GB": 141.0}
 #: Of one node, then whole nodes.
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
+#: Those that do not fit one GPU whole.
+WITH_ADAPTERS = ("8B", "14B", "32B", "30B-A3B")
 #: Host memory of a node of eight GPUs; a part of a node has its part.
 NODE_GB = 2000.0
 
 
-def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
-    """With the fewest GPUs that fit, all trained, a reserved engine on each."""
+def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float, lora_rank: int = 0) -> str:
+    """With the fewest GPUs that fit, a reserved engine on each. `lora_rank` 0: all weights are trained."""
+    targets = LoraSection().targets
     for count in COUNTS:
         asked = sizes.SizingRequest(
             shape,
@@ -43,7 +49,9 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
             gpu_gb=gpu_gb,
             micro_tokens=found.micro_tokens,
             checkpointing=found.checkpointing,
-            trained=shape.parameters,
+            trained=shape.adapters(lora_rank, targets) if lora_rank else shape.parameters,
+            lora_rank=lora_rank,
+            targets=targets if lora_rank else (),
             reference=False,
             reserved=True,
             engine_share=found.share,
@@ -73,13 +81,21 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
     return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | | | |"
 
 
-def table() -> str:
-    return "\n".join(row(name, shape, gpu, gb) for name, shape in MODELS.items() for gpu, gb in GPUS.items())
+def table(lora_rank: int = 0) -> str:
+    rows = (
+        row(name, shape, gpu, gb, lora_rank)
+        for name, shape in MODELS.items()
+        for gpu, gb in GPUS.items()
+        if not lora_rank or name in WITH_ADAPTERS
+    )
+    return "\n".join(rows)
 
 
-def test_the_table_is_what_init_works_out() -> None:
-    assert table() in (ROOT / "docs/gpu.md").read_text(encoding="utf-8"), "put in what this file prints"
+@pytest.mark.parametrize("lora_rank", [0, 16])
+def test_the_table_is_what_init_works_out(lora_rank: int) -> None:
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    assert table(lora_rank) in page, "put in what this file prints"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), table(16), sep="\n\n")

@@ -26,7 +26,7 @@ ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEO
 POLL_S = 0.5
 #: What a tiny model on two cores wants otherwise than the run.toml that `scavenger init` writes: (line, instead).
 EDITS = (
-    ("lr = 1e-6", "lr = 2e-4"),
+    ("lr = 5e-3", "lr = 2e-4"),
     ("[trainer]", '[weights]\ndtype = "float32"\nlisten = "127.0.0.1"\n\n[trainer]'),
     ("warmup_steps = 10", "warmup_steps = 5"),
     ("wake_after_s = 30.0", "wake_after_s = 2.0"),

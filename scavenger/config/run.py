@@ -499,8 +499,7 @@ class RewardSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The loss and its data ([algorithms.md](algorithms.md)). The rows, with each algorithm's own
-    defaults, are in `trainer/algorithms/rows.py`."""
+    """The loss and its data ([algorithms.md](algorithms.md), where each algorithm's own defaults are)."""
 
     name: Literal[
         "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"

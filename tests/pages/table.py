@@ -424,7 +424,7 @@ wait %1""": By(
         "pip install -c constraints.txt '.[gateway]'": EXTRA,
         "scavenger demo --agent": LEARNS,
         "scripts/chaos --kills 20 --episodes external": By(
-            "tests/system/test_chaos.py::test_kills_of_gateways_environment_workers_and_daemons_generate_nothing_and_ask_nothing_again"
+            "tests/system/test_chaos.py::test_kills_that_hurt_no_engine_generate_nothing_and_ask_nothing_again"
         ),
         "scavenger gateway run.toml": GATEWAY,
         "srun --partition=cpu --cpus-per-task=4 scavenger environment-worker run.toml": By(
@@ -617,6 +617,7 @@ QUOTED: dict[str, Entry] = {
     "scavenger samples RUN --step STEP --group PROMPT_INDEX": Here(
         needs=("served",), put={"RUN": "sorting", "STEP": "1", "PROMPT_INDEX": "0"}, says="reward"
     ),
+    "scavenger samples run.toml --best": Here(needs=("served",), put={"run.toml": "sorting"}, says="reward"),
     "scavenger init --site": Here(put={"init --site": "init drafted-site --site"}, says="scavenger.toml"),
     "scavenger daemon --new-ledger": By(
         "tests/ledger/test_identity.py::test_a_ledger_that_is_gone_is_not_begun_anew_unless_that_is_meant"

@@ -366,15 +366,17 @@ def test_mlflow_has_one_run_for_all_attempts_and_no_secret(tmp_path: Path) -> No
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     plain = config(tmp_path, mlflow=uri).model_dump(exclude_unset=True)
+    plain["run"]["steps"] = 3
+    client, ended = MlflowClient(tracking_uri=uri), []
     secret = {"reward": {"function": "judge:reward", "options": {"api_key": "SECRET-1"}}}
-    for attempt, steps in ((1, (1, 2)), (2, (2, 3))):
+    for attempt, steps in ((1, (1, 2)), (2, (2, 3)), (3, ())):
         (sink,) = chosen(RunConfig.model_validate({**plain, **secret}))
         for step in steps:
             sink.write(MonitorEntry("train", step, attempt, float(step), {"reward": step + attempt / 10}))
         sink.close()
-    client = MlflowClient(tracking_uri=uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("scavenger").experiment_id])
-    assert run.info.status == "FINISHED"
+        (run,) = client.search_runs([client.get_experiment_by_name("scavenger").experiment_id])
+        ended.append(run.info.status)
+    assert ended == ["KILLED", "FINISHED", "FINISHED"], "the first was stopped before its last step"
     assert run.data.params["reward.function"] == "judge:reward"
     assert "SECRET" not in str(run.to_dictionary())
     assert "owner.key" not in str(run.to_dictionary())

@@ -136,6 +136,7 @@ class WeightsAndBiases:
 
 class MLflow:
     """One MLflow run for all attempts, found by its tag `scavenger.run`. Its parameters are those that the first attempt began with.
+    It is FINISHED after the run's last step, KILLED while a stopped run may be resumed.
 
     Source of the bounds: MLflow's REST API (100 parameters, 1,000 metrics a batch; 6,000 characters a value).
     """
@@ -153,6 +154,7 @@ class MLflow:
             ) from error
         monitor, run = config.monitor, config.run
         self._metric: Any = Metric
+        self._steps, self._step, self._was = run.steps, 0, "KILLED"
         self._failures = (OSError, MlflowException)
         try:
             self._client: Any = MlflowClient(tracking_uri=monitor.mlflow)
@@ -164,7 +166,7 @@ class MLflow:
             )
             known = self._client.search_runs([place], f"tags.`scavenger.run` = '{run.name}'", max_results=1)
             if known:
-                self._run = known[0].info.run_id
+                self._run, self._was = known[0].info.run_id, known[0].info.status
                 self._client.update_run(self._run, status="RUNNING")
             else:
                 begun = self._client.create_run(place, run_name=run.name, tags={"scavenger.run": run.name})
@@ -189,14 +191,20 @@ class MLflow:
                 self._run,
                 metrics=[self._metric(name, value, now_ms, entry.step) for name, value in named.items()],
             )
+            self._step = max(self._step, entry.step)
         except self._failures as error:
             raise SinkFailed(f"mlflow: {error}") from error
 
     def close(self) -> None:
         try:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, status=self._status())
         except self._failures as error:
             raise SinkFailed(f"mlflow: {error}") from error
+
+    def _status(self) -> str:
+        if not self._step and self._was == "FINISHED":  # all steps were done before
+            return self._was
+        return "FINISHED" if 0 < self._steps <= self._step else "KILLED"
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
