@@ -4,8 +4,8 @@
 
 A whole site on the local backend: the daemon with its ledger in SQLite, harvested workers with the reference engine, a training job of one
 rank with its gateway, its environment workers and a reserved engine. Episodes take turns: `--tokens` generated at `--pace` a second, then a
-tool of `--tool-s`, `--turns` times (5 minutes as the defaults stand). In each round each kind of process is killed once, at a random moment
-while all of them are at work:
+tool of `--tool-s`, `--turns` times (5 minutes as the defaults stand). In each round each kind of process but the trainer is killed once, at
+a random moment while all of them are at work; then the trainer as often:
 
     engine, with notice   another user's job takes its GPU, so that the cluster sends SIGTERM and, after the grace, SIGKILL
     engine, without       SIGKILL
@@ -56,7 +56,7 @@ GOAL_NOTICE_S, FLUSH_S = 1.0, 0.1
 MOST_DELAY_S = 2.0
 WHOLE_S = 300.0
 #: Engines that the site may have; environment workers of the training job.
-ENGINES, WORKERS = 3, 4
+ENGINES, WORKERS = 3, 8
 #: Of all turns: what names the caller's request, tokens in the ledger, the episode's name, when it was asked for.
 _TURNS = """
 SELECT u.request, s.sample_index, s.accepted_len, e.name, u.begun_at
@@ -165,16 +165,19 @@ class Crashes:
     # ---------------------------------------------------------------- kills
 
     def _rounds(self, say: Callable[[str], None]) -> None:
-        kinds = [kind for kind in KINDS if not self.options.only or kind in self.options.only.split(";")]
+        """All but the trainer in each round, then the trainer: its start anew would forgive environment workers their losses."""
+        wanted = [kind for kind in KINDS if not self.options.only or kind in self.options.only.split(";")]
+        others = [kind for kind in wanted if kind != TRAINER]
+        rounds = [self.dice.sample(others, len(others)) for _ in range(self.options.kills)]
+        rounds += [[TRAINER]] * self.options.kills if TRAINER in wanted else []
         self._wait_until_whole(play.DEADLINE_S * 4)
-        end = time.monotonic() + 60 * self.options.minutes
-        for number in range(self.options.kills):
-            if time.monotonic() > end:
+        began = time.monotonic()
+        for kinds in rounds:
+            if time.monotonic() > began + 60 * self.options.minutes:
                 return
-            for kind in self.dice.sample(kinds, len(kinds)):
-                seen = self._at_a_random_moment()
-                kill = self._kill(kind, seen)
-                say(f"{time.monotonic() - end + 60 * self.options.minutes:6.0f} s  #{number + 1} {kind}")
+            for kind in kinds:
+                kill = self._kill(kind, self._at_a_random_moment())
+                say(f"{time.monotonic() - began:6.0f} s  #{kill.number} {kind}")
                 self.kills.append(kill)
                 self._look_after(kind)
                 self._wait_until_whole(WHOLE_S)
