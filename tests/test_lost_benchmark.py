@@ -1,4 +1,4 @@
-"""What `benchmarks/lost.py` concludes of notes and ledger, and that an engine notes every token. Nothing is killed here."""
+"""What `benchmarks/lost.py` concludes of notes and ledger, and that an engine notes every token; the `long` test kills."""
 
 from __future__ import annotations
 
@@ -133,3 +133,13 @@ def test_a_reference_engine_notes_every_token_with_its_place(
         ]
         assert places
         assert places == list(range(first, first + len(places)))
+
+
+@pytest.mark.long
+@pytest.mark.mpi
+@pytest.mark.timeout(1500)
+def test_one_kill_of_each_kind_in_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lost.main(["--kills", "1", "--turns", "20", "--tokens", "40", "--tool-s", "1"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in said.splitlines()[2:7]] == list(lost.KINDS[:5])
+    assert said.count("| met |") == 5
