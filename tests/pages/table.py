@@ -682,6 +682,9 @@ QUOTED: dict[str, Entry] = {
     "scripts/chaos --kills 50": By(
         "tests/system/test_chaos.py::test_fifty_kills_zombies_and_black_holes_change_nothing_on_sqlite"
     ),
+    "python -m benchmarks.lost": By(
+        "tests/test_lost_benchmark.py::test_one_kill_of_each_kind_in_a_whole_run"
+    ),
     "scavenger simulate --live": Here(needs=("served",), says="(?i)idle"),
     "scavenger simulate run.toml --trace FILE": Here(
         needs=("trace",), put={"FILE": "idle.csv --steps 2 --seeds 2"}, says="ours"

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,21 +29,26 @@ CONTEXT = 40
 
 
 class ToolServer:
-    """A tool with effects outside, in the test's own process: it notes whatever it is asked, and answers by what it is asked alone."""
+    """A tool with effects outside, in the test's own process: it notes whatever it is asked, and answers by what it is asked alone.
 
-    def __init__(self) -> None:
+    `takes_s`: until it answers.
+    """
+
+    def __init__(self, takes_s: float = 0.0) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.takes_s = takes_s
         self.url = ""
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[ToolServer]:
-        asked = self.asked
+        asked, takes_s = self.asked, self.takes_s
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 arguments = body["params"]["arguments"]
                 asked.append(arguments)
+                time.sleep(takes_s)
                 weight = (sum(arguments["said"]) + arguments["turn"]) % 10
                 result = {"content": [{"type": "text", "text": str(weight)}]}
                 data = json.dumps({"jsonrpc": "2.0", "id": body["id"], "result": result}).encode()

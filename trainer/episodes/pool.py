@@ -37,8 +37,10 @@ from trainer.episodes import remote, wire
 
 #: Losses of its worker that one episode may see.
 MOST_LOST = 5
-#: Losses in a row, of workers that played nothing to its end: then no further one is started.
+#: Losses in a row, of workers that played nothing to its end, nor for long: then no further one is started.
 MOST_VAIN = 5
+#: Who has played without a break for so long shows that the environment plays: an episode may take longer than workers live.
+PLAYED_S = 60.0
 START_S = 600.0
 ENDING_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,13 +50,19 @@ PROGRAM = ("-P", "-m", "trainer.episodes.worker")
 
 @dataclass(slots=True)
 class _Worker:
-    """`process` None: it is in a job of its own. `name`: for people, and the ledger."""
+    """`process` None: it is in a job of its own. `name`: for people, and the ledger. `busy_since`: by `time.monotonic`, while it plays."""
 
     number: int
     process: subprocess.Popen[bytes] | None
     name: str
     ready: bool = False
     playing: dict[str, wire.Play] = field(default_factory=dict)
+    busy_since: float = 0.0
+
+    @property
+    def played_s(self) -> float:
+        """Seconds for which it has played without a break."""
+        return time.monotonic() - self.busy_since if self.playing else 0.0
 
 
 class EnvironmentPool:
@@ -259,7 +267,7 @@ class EnvironmentPool:
         worker.process.kill()
         code = worker.process.wait()
         _hang_up(worker.process)
-        self._vain += 1
+        self._vain = 0 if worker.played_s > PLAYED_S else self._vain + 1
         alone = not any(one.ready for one in self._workers.values() if one.process is not None)
         if self._vain > MOST_VAIN or (alone and not worker.ready):
             self.losses += 1
@@ -313,6 +321,8 @@ class EnvironmentPool:
                 return
             worker = min(free, key=lambda one: (len(one.playing), one.number))
             ask = self._waiting.popleft()
+            if not worker.playing:
+                worker.busy_since = time.monotonic()
             worker.playing[ask.episode] = ask
             self._tell(worker, ask)
 

@@ -16,7 +16,7 @@ import pytest
 
 from scavenger.errors import ConfigError, RewardError
 from trainer.episodes import wire
-from trainer.episodes.pool import EnvironmentPool
+from trainer.episodes.pool import MOST_VAIN, EnvironmentPool
 
 SETUP = wire.Setup("env", "{}", "{}", "/model", "r", 64, "http://127.0.0.1:1", "branch", 0, 0, 60.0)
 PROGRAM = """
@@ -145,6 +145,44 @@ def test_an_environment_that_cannot_be_loaded_is_told_before_the_run_starts(tmp_
 def test_a_worker_that_ends_before_it_is_ready_is_no_loop_without_end(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="exit status 4"), pool(tmp_path, before="os._exit(4)"):
         pass
+
+
+@pytest.mark.parametrize("long_s", [0.0, 60.0])
+def test_only_workers_that_play_for_moments_are_lost_in_vain(
+    long_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes of minutes, of whose workers one after another is killed from outside before any is over."""
+    monkeypatch.setattr("trainer.episodes.pool.PLAYED_S", long_s)
+    monkeypatch.setattr("trainer.episodes.pool.MOST_LOST", 100)
+    over = tmp_path / "over"
+    play = f"""
+    open(f"{tmp_path}/{{os.getpid()}}.began", "x").close()
+    while not os.path.exists({str(over)!r}):
+        time.sleep(0.01)
+    tell(wire.Played(ask.episode, float(ask.seed)))
+    """
+
+    def lose(one: EnvironmentPool) -> None:
+        [pid] = one.pids
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / f"{pid}.began").exists():
+            one.poll(0.01)
+            assert time.monotonic() < deadline
+        os.kill(pid, signal.SIGKILL)
+        while one.pids == [pid]:
+            one.poll(0.01)
+
+    with pool(tmp_path, play) as one:
+        one.play(ask("long", 5))
+        for _ in range(MOST_VAIN):
+            lose(one)
+        if long_s:
+            with pytest.raises(RewardError, match="before they play anything to its end"):
+                lose(one)
+            return
+        lose(one)
+        over.touch()
+        assert [(played.episode, played.reward) for played in all_of(one, 1)] == [("long", 5.0)]
 
 
 def test_workers_end_with_their_pool(tmp_path: Path) -> None:
