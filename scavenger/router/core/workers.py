@@ -260,9 +260,7 @@ def _is_steady(core: Core, worker: Worker, batch: int, gained: int, most: int, s
     )
 
 
-def _tell_pace(
-    core: Core, worker: Worker, batch: int, context: float, tokens: int, seconds: float
-) -> None:
+def _tell_pace(core: Core, worker: Worker, batch: int, context: float, tokens: int, seconds: float) -> None:
     worker.run.policy.observe(
         EngineProgress(
             worker.id, worker.kind, worker.place, worker.gpus, batch, context, tokens, seconds, worker.bounded
