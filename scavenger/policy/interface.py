@@ -177,7 +177,8 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineProgress(msgspec.Struct, frozen=True, gc=False):
-    """Between two heartbeats an engine ran the same `batch` samples throughout, and generated `tokens` for them in `seconds`.
+    """Between two heartbeats an engine ran the same `batch` samples throughout, and generated `tokens` for them in `seconds`. With steps
+    in advance some came and went: `batch` is how many there were, on average, and `tokens` what they made at the pace of those that stayed.
 
     `context`: tokens of prompts and completions that they had together, on average over that time.
     """

@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 
+from scavenger.policy.interface import EngineProgress, Fact, Standard
 from scavenger.protocol.messages import (
     CommitStep,
     DeferLate,
@@ -88,6 +89,75 @@ def test_samples_of_later_steps_give_their_slots_to_the_step_under_way() -> None
     bench.say(W2, Yielded(tuple(Held(id_, epoch, 5 if id_ == 8 else 0) for id_, epoch in order.leases)))
     assert [lease.sample_id for lease in bench.leases(W2)] == [1, 2, 3]
     assert bench.take(W2, Yield) == [], "sample 4 is of step 2, and waits"
+
+
+class Listener(Standard):
+    """Decides as usual, and remembers what it was told of engines' paces."""
+
+    def __init__(self) -> None:
+        self.paces: list[EngineProgress] = []
+
+    def observe(self, fact: Fact, now: float) -> None:
+        if isinstance(fact, EngineProgress):
+            self.paces.append(fact)
+
+
+def full_engine() -> tuple[Bench, Listener, list[Lease]]:
+    """An engine with four samples of 3 + 11 tokens, of step 1 and step 2; those of step 3 wait. It was heard a second ago."""
+    listener = Listener()
+    bench = Bench()
+    bench.router.core.new_policy = lambda _run: listener
+    bench.open(ahead=2)
+    bench.publish()
+    for step in (1, 2, 3):
+        bench.submit(step=step, groups=specs(2, 1, 50))
+    leases = bench.join(W1)
+    for number, length in enumerate((1, 11), 1):
+        bench.now += 1.0
+        bench.say(W1, Heartbeat(tuple(Held(one.sample_id, one.epoch, length) for one in leases), number, 1))
+    listener.paces.clear()
+    bench.now += 1.0
+    return bench, listener, leases
+
+
+def another(bench: Bench, leases: list[Lease], length: int) -> tuple[Held, ...]:
+    """The first sample ends and another one comes; the three others have so many tokens by now."""
+    bench.chunk(W1, leases[0], 0, 12, "stop")
+    [new] = bench.leases(W1)
+    stayed = (Held(one.sample_id, one.epoch, length) for one in leases[1:])
+    return (*stayed, Held(new.sample_id, new.epoch, 41))
+
+
+def test_an_engine_whose_leases_come_and_go_is_measured_by_the_samples_that_stay() -> None:
+    """With steps in advance one ends, and another one comes, between any two heartbeats: by those where none did alone, its pace was
+    never known, and what later steps may begin was decided by a prior."""
+    bench, listener, leases = full_engine()
+    bench.say(W1, Heartbeat(another(bench, leases, 31), 3, 1))
+    [pace] = listener.paces
+    assert (pace.batch, pace.tokens, pace.seconds) == (4, 4 * 20, 1.0), "as many as there were gained 20 each"
+    assert pace.context == 4 * (3 + 11 + 10)
+
+
+@pytest.mark.parametrize(("came_with", "measured"), [(0, True), (40, False)])
+def test_samples_that_come_with_much_to_prefill_say_nothing_of_an_engines_pace(
+    came_with: int, measured: bool
+) -> None:
+    """The others gained a token meanwhile: most of the time between the heartbeats went into that prefill."""
+    bench, listener, leases = full_engine()
+    held = another(bench, leases, 12)
+    sample = bench.router.core.samples[held[-1].sample_id]
+    sample.lease_offset = sample.reported = came_with
+    bench.say(W1, Heartbeat(held, 3, 1))
+    assert bool(listener.paces) is measured
+
+
+def test_samples_that_come_back_together_say_nothing_of_an_engines_pace() -> None:
+    """After a load of weights they gain alike, at the pace of their prefill: none of them stayed."""
+    bench, listener, leases = full_engine()
+    for lease in leases:
+        bench.router.core.samples[lease.sample_id].lease_offset = 11
+    bench.say(W1, Heartbeat(tuple(Held(one.sample_id, one.epoch, 31) for one in leases), 3, 1))
+    assert listener.paces == []
 
 
 def test_a_group_is_generated_with_the_weights_of_its_time_and_its_chunks_name_them() -> None:

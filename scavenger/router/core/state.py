@@ -885,6 +885,7 @@ class HeartbeatState:
     at: float = 0.0  # Unix seconds
     acks: int = 0  # acks sent to it: their numbers order what else it was sent
     leases_changed: bool = True  # whether a lease came or went since
+    batch: int = 0  # its leases when the last one came
 
 
 @dataclass(slots=True)

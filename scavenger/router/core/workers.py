@@ -7,7 +7,10 @@ worker that was only slow does no harm.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scavenger.ledger import records as rec
+from scavenger.policy.forecast.speed import PREFILL_SHARE
 from scavenger.policy.interface import EngineProgress, Toggled, WorkerLost
 from scavenger.protocol.messages import (
     Goodbye,
@@ -40,6 +43,9 @@ MOST_REPORTED_S = 3600.0
 ALIKE = 0.05
 #: The same of engines that speculate.
 ALIKE_SPECULATING = 0.5
+#: With steps in advance leases come and go all the time. An engine is measured by the samples that stayed, where they are this share of
+#: its batch at least, and where what came meanwhile was prefilled in this share of the time at most.
+STAYED_LEAST, ENTERING_MOST = 0.5, 0.15
 
 
 def disconnect(core: Core, worker: Worker) -> None:
@@ -99,7 +105,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         worker.engine.progress, worker.engine.moved_at = beat.progress, core.now
     leases, now = worker.leases, core.now
     here = gained = most = context = 0
-    ahead, entered = worker.run.settings.max_off_policy_steps > 0, False
+    ahead, stayed, new = worker.run.settings.max_off_policy_steps > 0, _Stayed(), False
     others: list[Held] = []  # that are not its leases, as far as is known here
     for held in beat.held:
         sample = leases.get(held.sample_id)
@@ -108,8 +114,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             continue
         here += 1
         length, reported = held.length, sample.reported
-        if ahead and reported <= sample.lease_offset:
-            entered = True  # by the last beat it had no token of this lease: its prefill came since
+        new = reported <= sample.lease_offset  # by the last beat it had no token of this lease
         if length > reported:  # within a lease it only grows
             budget = sample.group.sampling.max_tokens
             if length > budget:
@@ -122,7 +127,10 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             sample.reported, sample.cached_view = length, None
         else:
             length = reported
-        context += len(sample.group.prompt) // 4 + length
+        size = len(sample.group.prompt) // 4 + length
+        context += size
+        if ahead:
+            stayed.note(length - reported, size, new)
     if here < len(leases):
         _release_lost(core, worker, beat)
     stale = tuple([(held.sample_id, held.epoch) for held in others if not may_hold(core, worker, held)])
@@ -130,11 +138,10 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     worker.heartbeat.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.heartbeat.acks))
-    if entered:
-        # With steps in advance an engine's samples come back together, with all their tokens, after each load of weights: they gain alike
-        # then, at the pace of a prefill. On policy a step's begin together, with none.
-        worker.heartbeat.leases_changed = True
-    _measure(core, worker, gained, most, context)
+    if ahead:
+        _measure_stayed(core, worker, gained, stayed)
+    else:
+        _measure(core, worker, gained, most, context)
     wake_s = min(beat.wake_s, MOST_REPORTED_S)
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
         worker.memory.wake_s = wake_s
@@ -187,35 +194,79 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
     5 % (or one token) of the largest. An early beat follows a late one: by it an engine would look several times as fast as it is. Samples
     that run gain one token a step each; a lower mean shows that some were prefilled meanwhile, or waited for room in the KV cache.
     """
-    seconds, batch = core.now - worker.heartbeat.at, len(worker.leases)
-    steady = (
-        not worker.heartbeat.leases_changed
-        and batch > 0
+    unchanged, batch = not worker.heartbeat.leases_changed, len(worker.leases)
+    seconds = _beat(core, worker, gained)
+    if unchanged and _is_steady(core, worker, batch, gained, most, seconds):
+        _tell_pace(core, worker, batch, context - gained / 2, gained, seconds)
+
+
+def _measure_stayed(core: Core, worker: Worker, gained: int, stayed: _Stayed) -> None:
+    """The same with steps in advance, where an engine's leases change from each heartbeat to the next: by the samples that it held
+    throughout. After a load of weights all of them come back together, and gain alike, at the pace of their prefill: none stayed.
+
+    `gained`: tokens of all its samples. Batch and context are the mean of the interval's two ends.
+    """
+    batch = (worker.heartbeat.batch + len(worker.leases)) / 2
+    enough = stayed.samples >= STAYED_LEAST * max(worker.heartbeat.batch, len(worker.leases))
+    enough = enough and PREFILL_SHARE * stayed.entered <= ENTERING_MOST * stayed.most
+    seconds = _beat(core, worker, gained)
+    if enough and _is_steady(core, worker, stayed.samples, stayed.gained, stayed.most, seconds):
+        each = (stayed.context - stayed.gained / 2) / stayed.samples
+        tokens = round(stayed.gained / stayed.samples * batch)
+        _tell_pace(core, worker, round(batch), each * batch, tokens, seconds)
+
+
+@dataclass(slots=True)
+class _Stayed:
+    """Of a heartbeat, the samples that ran throughout since the one before: how many, their tokens since, the most of one, and their
+    context now. `entered`: tokens that those which came since had to be prefilled with, at most."""
+
+    samples: int = 0
+    gained: int = 0
+    most: int = 0
+    context: int = 0
+    entered: int = 0
+
+    def note(self, gain: int, size: int, new: bool) -> None:
+        """A sample of so many tokens, prompt included, that gained so many."""
+        if new:
+            self.entered += size - gain
+            return
+        self.samples += 1
+        self.gained += gain
+        self.most = max(self.most, gain)
+        self.context += size
+
+
+def _beat(core: Core, worker: Worker, gained: int) -> float:
+    """A heartbeat came: seconds since the last one."""
+    seconds = core.now - worker.heartbeat.at
+    worker.heartbeat.at, worker.heartbeat.leases_changed = core.now, False
+    worker.heartbeat.batch = len(worker.leases)
+    if seconds > 0:
+        worker.engine.tokens_per_s = gained / seconds
+    return seconds
+
+
+def _is_steady(core: Core, worker: Worker, batch: int, gained: int, most: int, seconds: float) -> bool:
+    """Whether samples that gained so many tokens together, and so many at most, ran throughout a heartbeat that was not early."""
+    return (
+        batch > 0
         and gained > 0
         and seconds >= LEAST_BEAT * core.limits.heartbeat_s
+        and seconds > 0
+        and most * batch - gained <= max(_alike(worker.run) * most, 1.0) * batch
+        and most <= MOST_SAMPLE_TOKENS_PER_S * seconds
     )
-    steady = steady and most * batch - gained <= max(_alike(worker.run) * most, 1.0) * batch
-    steady = steady and most <= MOST_SAMPLE_TOKENS_PER_S * seconds
-    worker.heartbeat.at, worker.heartbeat.leases_changed = core.now, False
-    if seconds <= 0:
-        return
-    worker.engine.tokens_per_s = gained / seconds
-    if steady:
-        at_mean = context - gained / 2
-        worker.run.policy.observe(
-            EngineProgress(
-                worker.id,
-                worker.kind,
-                worker.place,
-                worker.gpus,
-                batch,
-                at_mean,
-                gained,
-                seconds,
-                worker.bounded,
-            ),
-            core.now,
-        )
+
+
+def _tell_pace(core: Core, worker: Worker, batch: int, context: float, tokens: int, seconds: float) -> None:
+    worker.run.policy.observe(
+        EngineProgress(
+            worker.id, worker.kind, worker.place, worker.gpus, batch, context, tokens, seconds, worker.bounded
+        ),
+        core.now,
+    )
 
 
 def _alike(run: ActiveRun) -> float:
