@@ -620,7 +620,7 @@ class OptimizerSection(Section):
     """AdamW and its learning rate."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Learning rate."""
+    """Learning rate. `scavenger init` writes 1e-6, for all weights of a model that is trained already; adapters want ten times and more."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
