@@ -30,7 +30,7 @@ from typing import Any
 from scavenger.errors import ConfigError
 from trainer.sandbox import filter as seccomp
 from trainer.sandbox import plan as plans
-from trainer.sandbox.plan import Plan
+from trainer.sandbox.plan import Limits, Plan
 
 PROGRAM = Path(__file__).with_name("inside.py")
 START_S, ENDING_S = 30.0, 20.0
@@ -88,6 +88,28 @@ def found() -> str:
             f'known are {", ".join(seccomp.REFUSED)}; set data.sandbox = "none"',
         )
     return program
+
+
+def fault_here() -> str:
+    """Why no box can be made on this machine; "" = one was made, and a program ran in it."""
+
+    async def tried() -> None:
+        readable = {sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix, str(PROGRAM.parent)}
+        box = Box(Plan(Limits(seconds=START_S), tuple(sorted(readable))), found())
+        await box.start()
+        try:
+            done = await box.run([sys.executable, "-I", "-S", "-c", ""], {})
+        finally:
+            await box.stop()
+        if done.exit_code:
+            raise ConfigError(f"{sys.executable} does not work in a box", REMEDY)
+
+    try:
+        asyncio.run(tried())
+    except (ConfigError, BoxEnded, OSError, subprocess.TimeoutExpired) as error:
+        cause = error.cause if isinstance(error, ConfigError) else str(error)
+        return cause.removeprefix('data.sandbox = "bubblewrap": ')
+    return ""
 
 
 class Running:
@@ -295,9 +317,12 @@ class Box:
         if "over" in message:
             self.end(str(message["over"])[:32], str(message.get("why", ""))[:500])
         elif "exit" in message:
-            exited = self._exits.pop(int(message["id"]), None)
+            number = int(message["id"])
+            exited = self._exits.get(number)
             if exited is not None and not exited.done():
                 exited.set_result(int(message["exit"]))
+            if number not in self._replies:  # else whoever started it has not taken it yet
+                self._exits.pop(number, None)
         elif "ready" in message:
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
@@ -350,6 +375,8 @@ class Box:
             _close([fd for fd in ours if fd >= 0])
             ended = self.ended or Ended("", "its process 1 is gone")
             raise BoxEnded(ended.limit, ended.why)
+        if exited.done():
+            self._exits.pop(number, None)
         return Running(self, pid, exited, *ours)
 
     async def run(self, argv: Sequence[str], env: Mapping[str, str]) -> Done:

@@ -2,12 +2,14 @@
 
     another architecture's call        -> the process is killed: its numbers mean other calls
     one of `REFUSED`                   -> ENOSYS, so that programs do without, as on an older kernel
+    one of `UNSUPPORTED`               -> EOPNOTSUPP, as of a file system that has no such thing
     memory that is shared and no file  -> EPERM
     a socket of another family         -> EAFNOSUPPORT: the box's network has UNIX and Internet sockets, and tells of its interfaces
     anything else                      -> allowed
 
-Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores), and what only
-widens the kernel's surface: io_uring, BPF, keys, new mounts. Debuggers work within a box. Pages of shared memory without a file stay when a
+Refused is what takes memory that no limit of a box counts (anonymous files, System V memory, queues and semaphores, a process's pages in
+a pipe, which stay when it drops them, attributes and access lists of files), and what only widens the kernel's surface: io_uring, BPF,
+keys, new mounts. Debuggers work within a box. Pages of shared memory without a file stay when a
 process drops them (MADV_DONTNEED), so nothing that is read of processes shows them. AF_VSOCK knows no network of a box's own.
 
 Boundary: numbers of two architectures, from the kernel's tables; installs nothing.
@@ -30,6 +32,7 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
             "request_key": 249,
             "keyctl": 250,
             "memfd_create": 319,
+            "vmsplice": 278,
             "bpf": 321,
             "perf_event_open": 298,
             "userfaultfd": 323,
@@ -53,6 +56,7 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
             "request_key": 218,
             "keyctl": 219,
             "memfd_create": 279,
+            "vmsplice": 75,
             "bpf": 280,
             "perf_event_open": 241,
             "userfaultfd": 282,
@@ -65,6 +69,11 @@ REFUSED: dict[str, tuple[int, dict[str, int]]] = {
             "memfd_secret": 447,
         },
     ),
+}
+#: By architecture: calls that set what a file has beside its bytes.
+UNSUPPORTED: dict[str, dict[str, int]] = {
+    "x86_64": {"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463},
+    "aarch64": {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463},
 }
 #: By architecture: calls whose arguments are looked at.
 CHECKED_ARGUMENTS: dict[str, dict[str, int]] = {
@@ -87,7 +96,7 @@ MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, NETLINK_ROUTE = 1, 2, 10, 16, 0
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 _ERROR = 0x00050000
-ENOSYS, EPERM, EAFNOSUPPORT = _ERROR | 38, _ERROR | 1, _ERROR | 97
+ENOSYS, EPERM, EAFNOSUPPORT, EOPNOTSUPP = _ERROR | 38, _ERROR | 1, _ERROR | 97, _ERROR | 95
 _NEXT = ""
 
 
@@ -102,6 +111,7 @@ def program(machine: str) -> bytes:
         (_LOAD, _NUMBER, _NEXT, _NEXT),
         (_AT_LEAST, X32, "unknown", _NEXT),
         *((_EQUAL, number, "unknown", _NEXT) for number in sorted(refused.values())),
+        *((_EQUAL, number, "unsupported", _NEXT) for number in sorted(UNSUPPORTED[machine].values())),
         (_EQUAL, checked["mmap"], "memory", _NEXT),
         (_EQUAL, checked["socket"], "socket", _NEXT),
         (_EQUAL, checked["socketpair"], "socket", "allow"),
@@ -120,6 +130,7 @@ def program(machine: str) -> bytes:
         ("allow", ALLOW),
         ("kill", KILL),
         ("unknown", ENOSYS),
+        ("unsupported", EOPNOTSUPP),
         ("denied", EPERM),
         ("family", EAFNOSUPPORT),
     ):

@@ -39,6 +39,9 @@ WORK = "/tmp/work"
 #: Files that one process has open; sockets of the whole box: what they buffer is the kernel's memory, which no process has.
 MOST_OPEN, MOST_SOCKETS = 1024, 1024
 _PR_SET_DUMPABLE = 4
+#: What a process takes, of /proc/PID/status, without files, which are the kernel's cache or counted as disk. Page tables are among it: a
+#: mapping that is only read takes nothing else.
+HELD = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:", b"HugetlbPages:")
 
 
 class Over(Exception):
@@ -52,23 +55,36 @@ class Over(Exception):
 def used(pids: list[str]) -> tuple[int, float]:
     """(bytes of memory of all processes but this one, CPU seconds of all). A process may end while it is looked at."""
     memory, ticks = 0, 0
-    page, hertz = resource.getpagesize(), os.sysconf("SC_CLK_TCK")
+    hertz = os.sysconf("SC_CLK_TCK")
     for pid in pids:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
             ticks += sum(int(fields[place]) for place in (11, 12, 13, 14))
-            if pid == "1":
-                continue
-            memory += int(fields[21]) * page
-            with open(f"/proc/{pid}/statm", "rb") as file:
-                memory -= int(file.read().split()[2]) * page  # of files, and of shared memory: counted below
-            with open(f"/proc/{pid}/status", "rb") as file:
-                shared = [line for line in file if line.startswith(b"RssShmem:")]
-            memory += sum(int(line.split()[1]) << 10 for line in shared)
+            if pid != "1":
+                memory += memory_of(pid)
         except (OSError, IndexError, ValueError):
             continue
-    return max(0, memory), ticks / hertz
+    return memory, ticks / hertz
+
+
+def memory_of(pid: str) -> int:
+    """Bytes that a process takes. Where its first thread has ended, which holds nothing then, another one tells. Raises `OSError`."""
+    found = _held(f"/proc/{pid}/status")
+    threads = os.listdir(f"/proc/{pid}/task") if found is None else []
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            found = _held(f"/proc/{pid}/task/{thread}/status")
+        if found is not None:
+            break
+    return found or 0
+
+
+def _held(path: str) -> int | None:
+    """None: there is no memory, or none any more."""
+    with open(path, "rb") as file:
+        held = [line.split() for line in file if line.startswith(HELD)]
+    return sum(int(line[1]) << 10 for line in held) if held else None
 
 
 def sockets() -> int:
