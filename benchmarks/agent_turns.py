@@ -21,10 +21,10 @@ import math
 import random
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scavenger.policy.affinity import Engine, Speeds, Waiting, place
+from scavenger.policy.affinity import Engine, Placed, Speeds, Waiting, place
 
 #: Of an engine, about an 8B model on one GPU: seconds a prefilled token, a decode step alone and for each sample more.
 PREFILL_S, STEP_S, STEP_MORE_S = 1 / 12_000, 0.011, 0.00035
@@ -83,14 +83,11 @@ class Machine:
                 held -= self.cache.pop(other)
 
 
-Router = Callable[["Play", Sequence[Turn]], Iterator[tuple[Turn, int]]]
-
-
 class Play:
     """One simulation."""
 
-    def __init__(self, site: Site, router: Router, seed: int) -> None:
-        self.site, self.router, self.rng = site, router, random.Random(seed)
+    def __init__(self, site: Site, routing: Routing, seed: int) -> None:
+        self.site, self.routing, self.rng = site, routing, random.Random(seed)
         self.now, self.order, self.next_id = 0.0, 0, 0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.machines: dict[int, Machine] = {}
@@ -100,7 +97,7 @@ class Play:
         self.prefilled = 0
         self.seconds: list[float] = []  # of each turn
         self.left = site.episodes
-        # Drawn ahead: every router plays the same episodes.
+        # Drawn ahead: every routing plays the same episodes.
         self.plan = [
             [
                 (self._draw(COMPLETION), self._draw(OBSERVATION), self.rng.expovariate(1 / TOOL_S))
@@ -155,11 +152,29 @@ class Play:
     def route(self) -> None:
         if not self.queue:
             return
-        for turn, machine_id in list(self.router(self, self.queue)):
-            self.queue.remove(turn)
-            self.begin(turn, self.machines[machine_id])
+        queue = list(self.queue)
+        waiting = [self.waiting(at, turn) for at, turn in enumerate(queue)]
+        machines = self.machines.values()
+        engines = [Engine(m.id, len(m.running), self.site.slots, "", m.step_s) for m in machines]
+        for placed in list(self.routing(waiting, engines, self.speeds)):
+            turn = queue[placed.sample_id]
+            if placed.waits:
+                turn.held_at = self.now if turn.held_at is None else turn.held_at
+            else:
+                self.queue.remove(turn)
+                self.begin(turn, self.machines[placed.worker_id])
         if self.queue:  # as the router's tick: what waits for a cache is looked at again
             self.at(0.25, lambda: None)
+
+    def waiting(self, at: int, turn: Turn) -> Waiting:
+        """As the router tells its routing of a turn, with the router's belief of what is cached."""
+        cached: list[tuple[int, int]] = []
+        machine_id, tokens, entered = self.known.get(turn.episode, (0, 0, 0))
+        machine = self.machines.get(machine_id)
+        if machine is not None and machine.entered - entered + tokens <= CACHE_TOKENS:
+            cached.append((machine_id, min(tokens, turn.context)))
+        since = self.now if turn.held_at is None else turn.held_at
+        return Waiting(at, turn.context, self.now - since, cached)
 
     def begin(self, turn: Turn, machine: Machine) -> None:
         cached = min(machine.cache.get(turn.episode, 0), turn.context)
@@ -192,77 +207,76 @@ class Play:
             self.left -= 1
 
 
-# ---------------------------------------------------------------- routers
+# ---------------------------------------------------------------- routings
 
 
-def ours(play: Play, queue: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
-    """The router's rule and the router's belief."""
-    waiting = []
-    for at, turn in enumerate(queue):
-        cached: list[tuple[int, int]] = []
-        machine_id, tokens, entered = play.known.get(turn.episode, (0, 0, 0))
-        machine = play.machines.get(machine_id)
-        if machine is not None and machine.entered - entered + tokens <= CACHE_TOKENS:
-            cached.append((machine_id, min(tokens, turn.context)))
-        since = play.now if turn.held_at is None else turn.held_at
-        waiting.append(Waiting(at, turn.context, play.now - since, cached))
-    engines = [Engine(m.id, len(m.running), play.site.slots, "", m.step_s) for m in play.machines.values()]
-    for placed in place(waiting, engines, play.speeds):
-        turn = queue[placed.sample_id]
-        if placed.waits:
-            turn.held_at = play.now if turn.held_at is None else turn.held_at
-        else:
-            yield turn, placed.worker_id
+class _Slots:
+    """Engines as they fill."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self.by_id = {engine.worker_id: engine for engine in engines}
+
+    def free(self, worker_id: int) -> bool:
+        engine = self.by_id[worker_id]
+        return engine.leases < engine.max_batch
+
+    def emptiest(self, but: int = 0) -> int:
+        """The one with the smallest share of its slots taken; 0: all others are full."""
+        free = [(e.leases / e.max_batch, e.worker_id) for e in self.by_id.values() if e.leases < e.max_batch]
+        return min((one for one in free if one[1] != but), default=(0.0, 0))[1]
+
+    def take(self, worker_id: int) -> None:
+        engine = self.by_id[worker_id]
+        self.by_id[worker_id] = engine._replace(leases=engine.leases + 1)
 
 
-def _emptiest(play: Play, taken: dict[int, int], but: int = 0) -> int:
-    free = [
-        (len(m.running) + taken.get(m.id, 0), m.id)
-        for m in play.machines.values()
-        if len(m.running) + taken.get(m.id, 0) < play.site.slots and m.id != but
-    ]
-    return min(free, default=(0, 0))[1]
+def _home(sample: Waiting) -> int:
+    """Who had the turn before; 0: it is not there any more, or has forgotten it, or there was none."""
+    return sample.cached[0][0] if sample.cached else 0
 
 
-def sticky(play: Play, queue: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
+def sticky(waiting: Iterable[Waiting], engines: Iterable[Engine], _speeds: Speeds) -> Iterator[Placed]:
     """Always back to the engine of the turn before, for however long that is full."""
-    taken: dict[int, int] = {}
-    for turn in queue:
-        home = play.machines.get(play.known.get(turn.episode, (0, 0, 0))[0])
-        if home is None:
-            chosen = _emptiest(play, taken)
+    slots = _Slots(engines)
+    for sample in waiting:
+        home = _home(sample)
+        if home not in slots.by_id:
+            chosen, why = slots.emptiest(), "sticky, no engine has its prefix"
         else:
-            chosen = home.id if len(home.running) + taken.get(home.id, 0) < play.site.slots else 0
+            chosen, why = home if slots.free(home) else 0, "sticky, it has the turn before"
         if chosen:
-            taken[chosen] = taken.get(chosen, 0) + 1
-            yield turn, chosen
+            slots.take(chosen)
+            cached = sample.cached[0][1] if chosen == home else 0
+            yield Placed(sample.sample_id, chosen, why, holder_id=home, context=sample.context, cached=cached)
 
 
-def elsewhere(play: Play, queue: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
+def elsewhere(waiting: Iterable[Waiting], engines: Iterable[Engine], _speeds: Speeds) -> Iterator[Placed]:
     """Always the emptiest that did not have the turn before."""
-    taken: dict[int, int] = {}
-    for turn in queue:
-        chosen = _emptiest(play, taken, but=play.known.get(turn.episode, (0, 0, 0))[0])
+    slots = _Slots(engines)
+    for sample in waiting:
+        chosen = slots.emptiest(but=_home(sample))
         if chosen:
-            taken[chosen] = taken.get(chosen, 0) + 1
-            yield turn, chosen
+            slots.take(chosen)
+            yield Placed(sample.sample_id, chosen, "elsewhere, as the benchmark asks", context=sample.context)
 
 
-ROUTERS: dict[str, Router] = {"always elsewhere": elsewhere, "always sticky": sticky, "ours": ours}
+#: As `affinity.place`, which is ours: in this simulation, and in the router of `agent_turns_live`.
+Routing = Callable[[Iterable[Waiting], Iterable[Engine], Speeds], Iterator[Placed]]
+ROUTINGS: dict[str, Routing] = {"always elsewhere": elsewhere, "always sticky": sticky, "ours": place}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one seed and router: prefill tokens computed, mean and 95th percentile of a turn's seconds."""
+    """Of one seed and routing: prefill tokens computed, mean and 95th percentile of a turn's seconds."""
 
     prefilled: int
     mean_s: float
     p95_s: float
 
 
-def outcome(site: Site, router: Router, seed: int) -> Outcome:
+def outcome(site: Site, routing: Routing, seed: int) -> Outcome:
     """Play one seed."""
-    play = Play(site, router, seed).run()
+    play = Play(site, routing, seed).run()
     ordered = sorted(play.seconds)
     return Outcome(play.prefilled, statistics.fmean(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1])
 
@@ -293,7 +307,8 @@ def main() -> None:
     args = parser.parse_args()
     site = Site(args.engines, args.slots, args.episodes, args.turns, args.lost_every_s)
     found = {
-        name: [outcome(site, router, seed) for seed in range(args.seeds)] for name, router in ROUTERS.items()
+        name: [outcome(site, routing, seed) for seed in range(args.seeds)]
+        for name, routing in ROUTINGS.items()
     }
     base = found["ours"]
     print(f"{site}, {args.seeds} seeds; median [least, most]")

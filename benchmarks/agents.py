@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,10 @@ class Round:
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> None:
+    write_random_model(folder, options.hidden, options.layers, context(options))
+
+
+def write_random_model(folder: Path, hidden: int, layers: int, most_tokens: int) -> None:
     """A random Qwen3 of the given sizes, with the sorting task's tokenizer, which nothing here uses but both servers' starts."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,9 +78,9 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     from trainer.tiny import model_config
 
     torch.manual_seed(0)
-    values = model_config(hidden=options.hidden, layers=options.layers)
+    values = model_config(hidden=hidden, layers=layers)
     kind = AutoConfig.for_model(
-        values.pop("model_type"), **{**values, "max_position_embeddings": context(options)}
+        values.pop("model_type"), **{**values, "max_position_embeddings": most_tokens}
     )
     AutoModelForCausalLM.from_config(kind, dtype=torch.float32).save_pretrained(folder)
     sort.write_tokenizer(folder)
@@ -166,32 +170,36 @@ def ours(model: Path, folder: Path, options: argparse.Namespace, engine: str = "
         run_toml.write_text(toml.dumps(document))
         with scripted.opened(run_toml) as run:
             scripted.publish(run, source, model, 0)
-            log = site.dir / "gateway.log"
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "scavenger", "gateway", str(run_toml)],
-                    stdout=file,
-                    stderr=file,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )
-            try:
-                announced = site.dir / "out" / f"gateway.{socket.gethostname()}.json"
-                play.wait_for(
-                    "the gateway", lambda: process.poll() is not None or announced.exists(), START_S
-                )
-                if process.poll() is not None:
-                    raise SystemExit(f"the gateway ended at its start:\n{log.read_text()[-3000:]}")
-                said = json.loads(announced.read_text())
-                wait_for_reply(f"{said['endpoint']}/health", lambda: process.poll() is None, log)
-                served = Served("gateway", said["endpoint"], (), said["admin_key"])
+            with gateway_of(site, run_toml) as served:
                 asyncio.run(
                     round_of(served, argparse.Namespace(**{**vars(options), "sessions": 1, "turns": 1}), 0)
                 )
-                yield Served("gateway", said["endpoint"], processes(site.dir), said["admin_key"])
+                yield replace(served, pids=processes(site.dir))
                 run.close_run("finished")
-            finally:
-                process.terminate()
-                process.wait(30)
+
+
+@contextlib.contextmanager
+def gateway_of(site: DemoSite, run_toml: Path) -> Iterator[Served]:
+    """A gateway of the run, which replies. `pids` are not looked for."""
+    log = site.dir / "gateway.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scavenger", "gateway", str(run_toml)],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        announced = site.dir / "out" / f"gateway.{socket.gethostname()}.json"
+        play.wait_for("the gateway", lambda: process.poll() is not None or announced.exists(), START_S)
+        if process.poll() is not None:
+            raise SystemExit(f"the gateway ended at its start:\n{log.read_text()[-3000:]}")
+        said = json.loads(announced.read_text())
+        wait_for_reply(f"{said['endpoint']}/health", lambda: process.poll() is None, log)
+        yield Served("gateway", said["endpoint"], (), said["admin_key"])
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def context(options: argparse.Namespace) -> int:

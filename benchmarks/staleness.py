@@ -3,12 +3,15 @@
     python -m benchmarks.staleness --traces DIR [--ks 0,1,2,4,8] [--seeds 2] [--hours 0.75] [--cells ...] [--jobs 1]
         [--on-new-version switch] [--kv recompute] [--reward-s 0]
     python -m benchmarks.staleness --traces DIR --speculation checked,text,seer [--seeds 2] [--hours 0.75]
+    python -m benchmarks.staleness --traces DIR --all checked,text,seer [--ks 4] [--seeds 2] [--hours 0.75]
 
 Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
 of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
 ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. With
 `--speculation` k = 0 with `engine.speculation = "group"` over k = 0 without, and Seer's scheduler (`baselines.seer`) beside it. Below
 each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
+`--all`: k with all that this system has for the tail (speculation, kept KV), over k = 0 without any of it, beside the asynchronous trainers
+as they are, and as they would be had they these drafts too.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ AHEAD = 4
 #: prime-rl has no rule for its pool: the best of these, in batches.
 POOLS = (1, 2, 4)
 GOAL, FLOOR = 1.3, 0.98
+#: Of k = 4 over the best asynchronous trainer.
+ASYNCHRONOUS_GOAL = 1.15
 #: With speculation, of cells with two engines or more; no cell may be below `FLOOR`. Live it is for engines of one GPU, which hold
 #: these models.
 SPECULATION_GOAL = 1.15
@@ -56,7 +61,7 @@ CHUNKS = (2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One simulation of ours with the asynchronous trainers beside k = 0."""
+    """One simulation of ours, and of what is played beside it over the engines that it had."""
 
     cell: str
     k: int
@@ -68,6 +73,8 @@ class Play:
     reward_s: float
     engine_gpus: int = 0  # of each engine; 0: the live setting's
     speculation: str = ""  # a curve's name; "": `engine.speculation = "none"`
+    beside: str = ""  # which schedulers are played over its engines: "asynchronous", "seer", or none
+    drafted: tuple[str, ...] = ()  # curves with which the asynchronous ones are played as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +124,28 @@ def rules(prompts: int) -> dict[str, Sequence[Rule]]:
     }
 
 
-def others_of(
-    scenario: Scenario, out: SimulationOutcome, since: float
-) -> dict[str, tuple[float, int, float, int]]:
+Other = tuple[float, int, float, int]
+
+
+def others_of(play: Play, scenario: Scenario, out: SimulationOutcome, since: float) -> dict[str, Other]:
     lives = asynchronous_run.lives_of(out.engines)
-    found = {}
-    if scenario.harvested.acceptance is not None:
+    if play.beside == "seer":
         plays = [asynchronous_run.synchronous(scenario, seer.Seer(chunk), lives) for chunk in CHUNKS]
         one = max(plays, key=lambda played: played.tokens_per_s(since))
         return {SEER: (one.tokens_per_s(since), one.thrown, 0.0, 0)}
+    if play.beside != "asynchronous":
+        return {}
+    found = asynchronous_of(scenario, lives, since)
+    for name in play.drafted:
+        drafted = asynchronous_of(scenario.speculating(CURVES[name]), lives, since)
+        found |= {f"{other}, drafts of {name}": one for other, one in drafted.items()}
+    return found
+
+
+def asynchronous_of(
+    scenario: Scenario, lives: Sequence[asynchronous_run.Life], since: float
+) -> dict[str, Other]:
+    found = {}
     for name, some in rules(scenario.prompts).items():
         tried = [asynchronous_run.best(scenario, rule, lives, since) for rule in some]
         one = max(tried, key=lambda played: played.tokens_per_s(since))
@@ -158,7 +178,7 @@ def played(play: Play) -> Found:
         out.preemptions,
         scenario.prompts * scenario.samples * len(out.steps) - sum(step.samples for step in out.steps),
         out.prefilled / max(1, out.tokens),
-        others_of(scenario, out, since) if not play.k and (play.speculation or not play.engine_gpus) else {},
+        others_of(play, scenario, out, since),
     )
 
 
@@ -258,6 +278,64 @@ def speculation_table(names: Sequence[str], found: dict[Play, Found]) -> list[st
     return [*lines, "", *(short or ["Every cell meets its goals."])]
 
 
+def all_plays(args: argparse.Namespace, ks: Sequence[int], names: Sequence[str]) -> list[Play]:
+    """Of each cell and seed k = 0 without anything, with the asynchronous trainers beside it, and each k with everything."""
+    plays = []
+    for seed in range(args.seeds):
+        for cell in args.cells.split(";"):
+            of = (seed, args.hours, args.traces, "switch", "keep", args.reward_s, 1)
+            plays.append(Play(cell, 0, *of, beside="asynchronous", drafted=tuple(names)))
+            plays += [Play(cell, k, *of, speculation=name) for k in ks if k for name in names]
+    return plays
+
+
+def all_table(ks: Sequence[int], names: Sequence[str], found: dict[Play, Found]) -> list[str]:
+    """Each k with everything, over k = 0 without, over the best asynchronous trainer, and over the best of them with the same drafts."""
+    lines = [
+        "| cell | acceptance | who | ratio to k = 0 | to the best as they are | to the best with these drafts | tokens/s | step s | "
+        "thrown away |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    short = []
+    for cell in dict.fromkeys(play.cell for play in found):
+        base = {play.seed: one for play, one in found.items() if (play.cell, play.k) == (cell, 0)}
+        for name, k in ((name, k) for name in names for k in ks if k):
+            mine = {
+                play.seed: one
+                for play, one in found.items()
+                if (play.cell, play.k, play.speculation) == (cell, k, name)
+            }
+            to_base = [one.tokens_per_s / base[seed].tokens_per_s for seed, one in mine.items()]
+            plain = [one.tokens_per_s / best_other(base[seed].others, "") for seed, one in mine.items()]
+            drafted = [one.tokens_per_s / best_other(base[seed].others, name) for seed, one in mine.items()]
+            rate, step = (
+                median([getattr(one, part) for one in mine.values()]) for part in ("tokens_per_s", "step_s")
+            )
+            thrown = sum(one.thrown for one in mine.values())
+            lines.append(
+                f"| {cell} | {name} | ours, k = {k} | {spread(to_base)} | {spread(plain)} | {spread(drafted)} | {rate:,.0f} | "
+                f"{step:,.0f} | {thrown} |"
+            )
+            if k == AHEAD and (median(to_base) < GOAL or median(plain) < ASYNCHRONOUS_GOAL):
+                short.append(
+                    f"- {cell}, {name}: {median(to_base):.2f} of k = 0, wanted {GOAL}; {median(plain):.2f} of the best, wanted "
+                    f"{ASYNCHRONOUS_GOAL}"
+                )
+        for other in next(iter(base.values())).others:
+            theirs = {seed: one.others[other] for seed, one in base.items()}
+            ratios = [theirs[seed][0] / base[seed].tokens_per_s for seed in theirs]
+            rate, thrown = median([one[0] for one in theirs.values()]), sum(one[1] for one in theirs.values())
+            lines.append(f"| {cell} | | {other} | {spread(ratios)} | | | {rate:,.0f} | | {thrown:,} |")
+    return [*lines, "", *(short or ["Every cell meets its goals."])]
+
+
+def best_other(others: dict[str, Other], drafts: str) -> float:
+    """Tokens a second of the best asynchronous trainer, without drafts (""), or with those of a curve."""
+    suffix = f", drafts of {drafts}"
+    names = [name for name in others if (name.endswith(suffix) if drafts else ", drafts of " not in name)]
+    return max(others[name][0] for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -275,24 +353,56 @@ def main() -> None:
         default="",
         help=f"instead of --ks: k = 0 with each of these acceptance curves ({','.join(CURVES)}) over k = 0 without, engines of one GPU",
     )
+    parser.add_argument(
+        "--all",
+        default="",
+        help="each k above 0 with each of these acceptance curves and kept KV, engines of one GPU, beside the asynchronous trainers",
+    )
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
-    names = [name for name in args.speculation.split(",") if name]
+    names = [name for name in (args.speculation or args.all).split(",") if name]
     if unknown := set(names) - CURVES.keys():
-        parser.error(f"--speculation: {sorted(unknown)}; there are {', '.join(CURVES)}")
+        parser.error(f"{sorted(unknown)} is no acceptance curve; there are {', '.join(CURVES)}")
+    ks = sorted({0, *(int(k) for k in args.ks.split(","))})
+    if args.all:
+        if args.cells == ";".join(CELLS):
+            args.cells = ";".join(SPECULATION_CELLS)
+        table_of(all_plays(args, ks, names), args.jobs, lambda found: all_table(ks, names, found))
+        return
     if names:
         cells = args.cells.split(";") if args.cells != ";".join(CELLS) else SPECULATION_CELLS
         speculated = [
-            Play(cell, 0, seed, args.hours, args.traces, "switch", "recompute", args.reward_s, 1, name)
+            Play(
+                cell,
+                0,
+                seed,
+                args.hours,
+                args.traces,
+                "switch",
+                "recompute",
+                args.reward_s,
+                1,
+                name,
+                "seer" if name else "",
+            )
             for seed in range(args.seeds)
             for cell in cells
             for name in ("", *names)
         ]
         table_of(speculated, args.jobs, lambda found: speculation_table(names, found))
         return
-    ks = sorted({0, *(int(k) for k in args.ks.split(","))})
     plays = [
-        Play(cell, k, seed, args.hours, args.traces, args.on_new_version, args.kv, args.reward_s)
+        Play(
+            cell,
+            k,
+            seed,
+            args.hours,
+            args.traces,
+            args.on_new_version,
+            args.kv,
+            args.reward_s,
+            beside="" if k else "asynchronous",
+        )
         for seed in range(args.seeds)
         for cell in args.cells.split(";")
         for k in ks

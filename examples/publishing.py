@@ -1,11 +1,14 @@
-"""TRL's trainers before the daemon: a run that is opened, published to and closed, how an engine is built, and weights as bytes."""
+"""Trainers of others before the daemon: a run that is opened, published to and closed, how an engine is built, and weights as bytes."""
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
+from urllib.request import Request, urlopen
 
 import torch
 from transformers import TrainerCallback
@@ -24,7 +27,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class DaemonRun(TrainerCallback):
-    """One run of a daemon, for as long as TRL trains it. A trainer that fails, or is told to end, closes it with the reason.
+    """One run of a daemon, for as long as a trainer has it. A trainer that fails, or is told to end, closes it with the reason.
 
     A step's order is what lets a killed trainer go on: weights are published, then the step is committed, then a checkpoint covers it.
     """
@@ -61,7 +64,7 @@ class DaemonRun(TrainerCallback):
         return self._run
 
     def open(self, step: int) -> None:
-        """`step`: that of the checkpoint which TRL resumed from, or 0."""
+        """`step`: that of the checkpoint which the trainer resumed from, or 0."""
         spec, tokenizer = engine_spec(self._config), str(self._config.model.path / "tokenizer.json")
         self._run = self._client.open_run(self._config, engine=spec, tokenizer=tokenizer, resume_step=step)
 
@@ -90,6 +93,18 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         engine.gpu_memory_share,
         engine.eager,
     )
+
+
+def gateway_key(config: RunConfig, client: str) -> tuple[str, str]:
+    """(endpoint, key) of this host's gateway of the run, for a program of that name."""
+    announced = json.loads((config.run.out_dir / f"gateway.{socket.gethostname()}.json").read_text())
+    asked = Request(
+        f"{announced['endpoint']}/clients",
+        json.dumps({"client": client}).encode(),
+        {"Authorization": f"Bearer {announced['admin_key']}"},
+    )
+    with urlopen(asked, timeout=60) as answer:
+        return announced["endpoint"], json.load(answer)["api_key"]
 
 
 def pack_weights(

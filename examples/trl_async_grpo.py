@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import torch
 from datasets import load_dataset
-from publishing import DaemonRun
+from publishing import DaemonRun, gateway_key
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -87,15 +85,8 @@ class Fleet(DaemonRun):
 
 def gateway_url(config: RunConfig) -> str:
     """Where this host's gateway of the run listens, with this trainer's key as the password: TRL can send a key in no other way."""
-    announced = json.loads((config.run.out_dir / f"gateway.{socket.gethostname()}.json").read_text())
-    asked = Request(
-        f"{announced['endpoint']}/clients",
-        json.dumps({"client": CLIENT}).encode(),
-        {"Authorization": f"Bearer {announced['admin_key']}"},
-    )
-    with urlopen(asked, timeout=60) as answer:
-        key = json.load(answer)["api_key"]
-    where = urlsplit(announced["endpoint"])
+    endpoint, key = gateway_key(config, CLIENT)
+    where = urlsplit(endpoint)
     return f"{where.scheme}://{CLIENT}:{key}@{where.netloc}"
 
 

@@ -65,7 +65,7 @@ _log = structlog.get_logger(__name__)
 #: How long it outlives SIGTERM while the first node's worker is still there. Slurm's own grace may be shorter, and ends it then.
 LEAVE_S = 30.0
 #: Versions that were fetched and not placed: the one that is to be loaded, and one that is pulled ahead of its order.
-KEPT = 2
+VERSIONS_KEPT = 2
 
 
 class FurtherEngine(Protocol):
@@ -287,7 +287,7 @@ class HeadlessNode:
         pulled = await fetching.fetch(self._store, order.weights, order.pull_s, self._clock(), self._clock)
         self._pulled.pop(pulled.manifest.root, None)
         self._pulled[pulled.manifest.root] = pulled
-        while len(self._pulled) > KEPT:
+        while len(self._pulled) > VERSIONS_KEPT:
             del self._pulled[next(iter(self._pulled))]
 
     async def _place(self, order: Place) -> None:

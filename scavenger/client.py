@@ -308,6 +308,9 @@ class Client(Connection):
             config.data.episodes_of or "",
             run.steps == 0,
             run.isolation,
+            config.data.budget_turns,
+            config.data.budget_tokens,
+            config.data.budget_s,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

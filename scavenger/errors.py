@@ -137,6 +137,10 @@ class LedgerRefused(LedgerError):
     exit_code = ConfigError.exit_code
 
 
+class NotInLedger(LedgerError):
+    """What was asked for is not in the ledger: it never was, or it was purged."""
+
+
 class LedgerUnavailable(LedgerError):
     """The ledger cannot be read at this moment; the same read may succeed later (back off and try again)."""
 

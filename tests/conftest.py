@@ -109,24 +109,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs come first: they mostly wait, and are to have begun before what mostly computes is over. One release of the matrix is
-    the last of them; the other begins when about as much is left for the other process as it takes.
+    """Whole runs come first, and beside them one release of the matrix: they mostly wait, and are to have begun before what mostly computes
+    is over. The other release begins when about as much is left for the other processes as it takes.
     """
 
     def place(item: pytest.Item) -> int:
         lane = _lane(item.nodeid)
-        if lane in ("runs", "release"):
-            return ("runs", "release").index(lane) * 2
-        return 1 if lane < "tests/simulate" else 3
+        if lane in _ORDER:
+            return _ORDER[lane]
+        return 2 if lane < "tests/simulate" else 4
 
-    items.sort(key=lambda item: (place(item), item.get_closest_marker("matrix") is not None))
+    items.sort(key=place)
+
+
+_ORDER = {"runs": 0, "release": 1, "newest release": 3}
 
 
 def _lane(nodeid: str) -> str:
-    """Whole runs are one after another; all else is file by file. The second release of the matrix is a lane of its own."""
+    """Whole runs are one after another; all else is file by file. Each release of the matrix is a lane of its own."""
     path, _, name = nodeid.partition("::")
-    if path == "tests/system/test_matrix.py" and "26.05" in name:
-        return "release"
+    if path == "tests/system/test_matrix.py":
+        return "newest release" if "26.05" in name else "release"
     return "runs" if path.startswith("tests/system/") else path
 
 

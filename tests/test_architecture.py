@@ -37,6 +37,7 @@ SHARED = {
 OF_ONE_MODULE = (
     ("trainer/__main__.py", "scavenger.ledger.local_run.LocalLedger"),
     ("trainer/__main__.py", "scavenger.host.packages"),
+    ("trainer/episodes/gateway.py", "scavenger.host.packages"),
 )
 
 #: Inside `scavenger`, from the bottom up: a part imports from parts before it only, and from itself.

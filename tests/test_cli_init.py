@@ -11,6 +11,7 @@ from scavenger import config
 from scavenger.cli import init as cli_init
 from scavenger.cli import main
 from scavenger.doctor import train_script
+from scavenger.protocol import keys
 
 
 def test_a_site_s_file_is_its_user_s_alone_and_leaves_the_backend_to_be_found(tmp_path: Path) -> None:
@@ -153,3 +154,19 @@ def test_a_check_holds_train_sbatch_against_slurm_and_ends_with_what_either_part
     (tmp_path / "train.sbatch").write_text(script.format(1))
     code, said = init(tmp_path, "--check")
     assert (code, "REFUSED" in said) == (2 if refused or not local else 0, not local), said
+
+
+def test_the_daemon_s_configuration_at_hand_may_be_two_files_or_one_that_this_user_may_not_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is too long fails as a folder does that this user may not enter."""
+    site, mine = tmp_path / "site.toml", tmp_path / "mine.toml"
+    site.write_text(f'[daemon]\nstate_dir = "{tmp_path}/state"\n')
+    mine.write_text('[cluster]\nbackend = "local"\n')
+    monkeypatch.setenv("SCAVENGER_CONFIG", f"{site}:{mine}")
+    assert cli_init._known_state_dir() == str(tmp_path / "state")
+    assert cli_init._is_local(None)
+    monkeypatch.setattr(keys, "noted_site", lambda: "/joined")
+    monkeypatch.setenv("SCAVENGER_CONFIG", str(tmp_path / ("x" * 300) / "scavenger.toml"))
+    assert cli_init._known_state_dir() == "/joined"
+    assert not cli_init._is_local(None)

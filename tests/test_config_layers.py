@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from scavenger import config as configs
+from scavenger.cli import samples
 from scavenger.cli.main import app
 from scavenger.config import RunConfig, read_daemon, read_run
 from scavenger.errors import ConfigError
@@ -81,6 +82,20 @@ def test_a_relative_path_is_relative_to_the_file_that_says_it(
     assert found.reward.path == tmp_path, "a default is relative to the first file"
 
 
+def test_the_local_backend_s_folder_is_relative_to_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/scavenger.toml").write_text(
+        '[daemon]\nstate_dir = "state"\n[cluster]\nbackend = "local"\nlocal_dir = "cluster"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    found = read_daemon(Path("site/scavenger.toml"), sets=["cluster.poll_interval_s=5"])
+    assert found.daemon.state_dir == tmp_path / "site/state"
+    assert found.cluster.local_dir == tmp_path / "site/cluster"
+    assert found.cluster.poll_interval_s == 5
+
+
 @pytest.mark.parametrize(
     ("text", "section", "key", "value"),
     [
@@ -110,6 +125,11 @@ def test_tables_of_one_key_are_filled_one_by_one(run: Path) -> None:
         ("algorithm..name=1", "sets no key"),
         ("optimizer.learning_rate=1", "--set: unknown key 'optimizer.learning_rate': write optimizer.lr"),
         ("optimizer.lr=fast", "--set: optimizer.lr = 'fast': text where a number is wanted"),
+        ("sampling.stop=a", "--set: sampling.stop = 'a': a list is wanted, as [...]"),
+        (
+            "data.sets.0.path=x",
+            "--set: data.sets: a list is wanted, as [...]; its elements cannot be set one by one",
+        ),
         ("sampling.max_tokens=24", "sampling.max_tokens must be below model.context_length"),
     ],
 )
@@ -119,6 +139,8 @@ def test_what_cannot_be_is_refused_and_says_that_the_command_line_has_it(
     with pytest.raises(ConfigError) as error:
         read_run(run, sets=[text])
     assert told in error.value.cause
+    assert "tuple" not in error.value.cause
+    assert "quotes" not in error.value.cause, "there were none"
 
 
 def test_an_error_names_the_file_that_has_the_key(run: Path, tmp_path: Path) -> None:
@@ -170,6 +192,10 @@ def test_config_show_says_where_each_value_came_from_and_hides_a_password(run: P
     assert (found["lr"], found["steps"], found["sets"]) == (str(over), str(run), str(over))
     assert (found["clip_norm"], found["#clip_low"]) == ("default", "default")
     assert 'name = "gspo"' in "\n".join(lines)
+    run.write_text(RUN + "[reward]\noptions = { a = 1, b = 2 }\n")
+    sets = ["--set", "reward.options.a=5", "--set", "reward.options.c=6"]
+    lines = shown(run, *sets, "--origin", "--given").splitlines()
+    assert [line.rpartition("  # ")[2] for line in lines if line.startswith("options")] == [f"{run}, --set"]
     path = tmp_path / "scavenger.toml"
     path.write_text('[daemon]\nstate_dir = "s"\nledger = "postgresql://me:secret@host/db"\n')
     said = shown(path)
@@ -198,6 +224,24 @@ def test_ranks_and_their_launcher_take_the_same_layers() -> None:
 
 def test_a_file_alone_is_read_as_ever(run: Path) -> None:
     assert configs.laid_over(RunConfig, run).document == tomllib.loads(RUN)
+
+
+def test_a_try_is_shown_where_the_daemon_s_files_cannot_be_read_and_not_where_they_are_two(
+    run: Path, tmp_path: Path
+) -> None:
+    """A name that is too long fails as a folder does that this user may not enter."""
+    tried = tmp_path / "out" / "local" / "scavenger.toml"
+    tried.parent.mkdir(parents=True)
+    tried.touch()
+    daemon = tmp_path / "scavenger.toml"
+    daemon.touch()
+    for named, place in (
+        (daemon, daemon),
+        (Path(f"{daemon}:{run}"), Path(f"{daemon}:{run}")),
+        (Path(f"{daemon}:{tmp_path / 'none.toml'}"), tried),
+        (tmp_path / ("x" * 300) / "scavenger.toml", tried),
+    ):
+        assert samples.place(str(run), named, local=False) == ("r", place)
 
 
 def test_a_file_in_a_folder_that_may_not_be_looked_into_is_an_error_of_the_configuration(

@@ -17,6 +17,7 @@ import pytest
 
 from scavenger import toml
 from scavenger.config import read_daemon
+from scavenger.daemon import check_config
 from scavenger.errors import ConfigError, Fenced, ScavengerError
 from scavenger.host import listening
 from scavenger.host.storage import StorageError
@@ -38,6 +39,20 @@ def site(folder: Path, **sections: dict[str, Any]) -> Path:
     path = folder / "scavenger.toml"
     path.write_text(toml.dumps(document))
     return path
+
+
+def test_a_check_names_owners_whom_nobody_has_enrolled(tmp_path: Path) -> None:
+    path = site(tmp_path, owners={"users": ["bob"]}, daemon={"public_dir": str(tmp_path / "public")})
+    path.write_text(path.read_text() + "[owners.share_of]\nada = 7\nbob = 2\nmth = 3\n")
+
+    def note() -> str:
+        return next(
+            found.note for found in check_config.check(read_daemon(path)) if found.what == "owners by name"
+        )
+
+    assert note().startswith("WARNING: no owner has the name mth (owners.share_of):")
+    path.write_text(path.read_text().replace("mth = 3\n", ""))
+    assert note() == ""
 
 
 class Running:

@@ -217,3 +217,17 @@ def test_a_restarted_daemon_asks_for_no_engine_that_would_get_such_options() -> 
 )
 def test_numbers_that_could_harm_a_node_are_not_plain(options: dict[str, Any]) -> None:
     assert engine_options.fault(options, harvested=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "keeps"),
+    [
+        ("vllm", "", True),
+        ("vllm", '{"enable_prefix_caching": true}', True),
+        ("vllm", '{"enable_prefix_caching": false}', False),
+        ("vllm", "no table", False),
+        ("reference", "", False),
+    ],
+)
+def test_only_vllm_with_its_prefix_cache_on_keeps_prefixes(engine: str, options: str, keeps: bool) -> None:
+    assert engine_options.keeps_prefixes(engine, options) is keeps

@@ -108,6 +108,11 @@ def test_an_owner_with_a_key_file_elsewhere_adds_the_public_half(state: Path) ->
     assert "as bob: `scavenger join PUBLIC_DIR --new`" in refused.value.remedy
 
 
+def test_who_names_no_folder_is_not_told_to_start_a_daemon(tmp_path: Path) -> None:
+    assert "start it" in keys.absent_daemon(tmp_path)
+    assert "there is no folder" in keys.absent_daemon(tmp_path / "nowhere")
+
+
 def keys_command(state: Path, *words: str) -> Result:
     config_path = state / "scavenger.toml"
     config_path.write_text(toml.dumps({"daemon": {"state_dir": str(state)}}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from scavenger.cli import manual
 from scavenger.cli.main import app
@@ -85,13 +87,42 @@ _scavenger_completion scavenger; printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     (tmp_path / "scavenger.bash").write_text(in_bash(tmp_path, "_SCAVENGER_COMPLETE=source_bash scavenger"))
     assert in_bash(tmp_path, "bash -n scavenger.bash") == ""
-    asked = ASK.format(words="che") + ASK.format(words="drain --rea") + ASK.format(words="ledger up")
+    typed = ("che", "drain --rea", "ledger up", "demo --backend s", "samples --sort ad")
+    asked = "".join(ASK.format(words=words) for words in typed)
     assert in_bash(tmp_path, ". ./scavenger.bash" + asked).split() == [
-        "check-config",
-        "checkpoint",
+        *("check-config", "checkpoint"),
         "--reason",
         "upgrade",
+        "slurm",
+        "advantage",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("demo --backend ''", "auto slurm local"),
+        ("samples --purpose e", "eval"),
+        ("samples --sort re", "reward"),
+        (
+            "samples --sort ''",
+            "reward -reward advantage -advantage length -length finish -finish moves -moves",
+        ),
+        ("samples --finish ''", "stop length"),
+        ("init --engine ''", "vllm reference"),
+        ("doctor --engine r", "reference"),
+        ("guest --engine v", "vllm"),
+    ],
+)
+def test_the_words_that_an_option_takes_are_offered(words: str, offered: str) -> None:
+    """By what the shells' scripts ask, as bash does."""
+    given = shlex.split(words)
+    asked = {
+        "_SCAVENGER_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"scavenger {words}",
+        "COMP_CWORD": str(len(given)),
+    }
+    assert CliRunner().invoke(app, env=asked, prog_name="scavenger").stdout.split() == offered.split()
 
 
 def test_install_completion_writes_what_bash_reads_at_its_start(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ from trainer.loop.run import Loop, RunStart
 from trainer.loop.sample_log import SampleLog, one_in
 from trainer.loop.trainer_run import TrainerRun
 from trainer.loop.watchdog import Here, RankWatch, meet
+from trainer.model import identity
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu
 from trainer.model.replay import routing_nbytes
@@ -245,10 +246,11 @@ def stop_tokenizer(config: RunConfig, comm: Comm) -> bytes:
 def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> RunStart:
     """Load a checkpoint on all ranks. `data`: digest of this run's prompts.
 
-    Raises `ConfigError` when it belongs to another run, or to other prompts and the user has not `chosen` it.
+    Raises `ConfigError` when it belongs to another run, to another base model or to other prompts, and the user has not `chosen` it.
     """
+    base = identity.digest(config.model.path)
     if path is None:
-        return RunStart()
+        return RunStart(base=base)
     state = checkpoint.read_state(path)
     dtype = "float64" if config.run.deterministic else "float32"
     if (state.seed, state.dtype) != (config.run.seed, dtype):
@@ -271,14 +273,26 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
                 f"give the run another run.name and run.out_dir, with --resume {path}",
             )
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
+    same_base = not state.base or state.base == base
+    if not same_base:
+        what = (
+            f"the weights in model.path = {config.model.path} are not those that the run of {path} began with"
+        )
+        if not chosen:
+            raise ConfigError(
+                what,
+                "put those back; or begin with the new ones: --resume none, or another run.out_dir; "
+                f"or go on from the checkpoint on purpose: --resume {path}",
+            )
+        print(f"{what}; goes on from the checkpoint all the same", flush=True)
     ranks.load(path, state.updates_taken)
     over = "" if chosen else " (--resume none starts over)"
     print(f"resumed from {path}, after step {state.step}{over}", flush=True)
     # Adapters were once published merged: such a version's root names other bytes. So does that of a version with another tokenizer, or
-    # without one: sampling.stop was changed since, or an older release wrote it.
+    # without one: sampling.stop was changed since, or an older release wrote it. And so do adapters of another base.
     same = (state.adapters, state.tokenizer) == (bool(config.lora.rank), ranks.tokenizer)
-    root = state.root if same else ""
-    return RunStart(state.step, root, path, state.cursor, state.owes_evaluation, state.late)
+    root = state.root if same and same_base else ""
+    return RunStart(state.step, root, path, state.cursor, state.owes_evaluation, state.late, base)
 
 
 def set_aside(config: RunConfig, start: RunStart, attempt: int) -> None:
@@ -318,7 +332,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
         publisher = Publisher(source, spool_of(config), stop_tokenizer(config, comm))
         ranks = Ranks(comm, learner, publisher, here, states_merged=not spec.adapter_rank)
-        monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
+        monitor = Monitor(
+            config.run.out_dir, steps=config.run.steps, more=chosen(config, local=options.local)
+        )
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
         if options.evaluate:

@@ -100,19 +100,21 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def choose(out_dir: Path, chosen: str, step: int | None) -> Path:
-    """The checkpoint to export: a folder, that of a step, or the newest. Raises `ConfigError` where there is none."""
-    found = checkpoint.found(out_dir)
-    steps = ", ".join(str(checkpoint.read_state(path).step) for path in found)
+    """The checkpoint to export: a folder, that of a step, or the newest. Raises `ConfigError` where there is none, or two are named."""
+    if step is not None and chosen != "auto":
+        raise ConfigError(f"--step {step} and --checkpoint {chosen} name two checkpoints", "give one of them")
     if step is not None:
-        if (path := checkpoint.folder(out_dir) / checkpoint.name(step)) not in found:
+        steps = checkpoint.steps(out_dir)
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
             raise ConfigError(
-                f"{checkpoint.folder(out_dir)} holds no complete checkpoint of step {step}; there is {steps or 'none'}",
+                f"{checkpoint.folder(out_dir)} holds no complete checkpoint of step {step}; there is {there}",
                 "checkpoint.every and checkpoint.keep say which are kept",
             )
+        return checkpoint.folder(out_dir) / checkpoint.name(step)
+    path = checkpoint.select(out_dir, chosen)
+    if path is not None:
         return path
-    path_or_none = checkpoint.select(out_dir, chosen)
-    if path_or_none is not None:
-        return path_or_none
     tried = checkpoint.found(out_dir / "local")
     raise ConfigError(
         f"{checkpoint.folder(out_dir)} holds no complete checkpoint",

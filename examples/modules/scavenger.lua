@@ -1,4 +1,4 @@
--- For Lmod: copy it to <modules>/scavenger/VERSION.lua; `module load scavenger` then has the command, its pages and its site.
+-- For Lmod: copy it to <modules>/scavenger/VERSION.lua; `module load scavenger` then has the command.
 help([[Idle GPUs of this cluster as rollout capacity for RL of language models: scavenger --help]])
 whatis("Name: scavenger")
 whatis("Description: reinforcement learning of language models on idle GPUs")

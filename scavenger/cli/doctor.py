@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from scavenger import config
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, EngineName, TextOrJson
 from scavenger.config import DaemonConfig, layers
 from scavenger.doctor.facts import SiteRequirements
 from scavenger.doctor.findings import SiteFinding
@@ -68,12 +68,12 @@ def doctor(
         ),
     ] = False,
     engine: Annotated[
-        str,
+        EngineName | None,
         typer.Option(
             help="with --submit or --harvest-one: the engine that runs will use, reference or vllm; default: "
             "any will do, and reference is harvested"
         ),
-    ] = "",
+    ] = None,
     reach: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,16 +87,12 @@ def doctor(
             help="with --harvest-one: listen on daemon.port, where a firewall opens no other; no daemon can start meanwhile",
         ),
     ] = False,
-    layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
+    layout: Annotated[TextOrJson, typer.Option("--format", help="text or json")] = "text",
 ) -> None:
     """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
     from scavenger.cluster import choose
     from scavenger.doctor import findings
 
-    if layout not in ("text", "json"):
-        raise typer.BadParameter(f"{layout!r}: one of text, json")
-    if engine not in ("", "reference", "vllm"):
-        raise typer.BadParameter(f"{engine!r}: one of reference, vllm")
     others = tuple(reach or ())
     for word in others:
         host, _, port = word.rpartition(":")
@@ -111,7 +107,7 @@ def doctor(
         _harvest_one(settings, partition, qos, engine or "reference", layout, daemon_port=daemon_port)
     wanted = wanted_of(settings)
     wanted = dataclasses.replace(
-        wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine
+        wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine or ""
     )
     found = (
         _local(settings, wanted, submit)

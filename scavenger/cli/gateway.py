@@ -6,15 +6,13 @@ Boundary: one subcommand.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from scavenger import config
 from scavenger.cli.options import OverOption, SetOption
 from scavenger.errors import ConfigError
-
-LOGPROBS = ("raw_logprobs", "processed_logprobs")
 
 
 def gateway(
@@ -28,7 +26,8 @@ def gateway(
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="certificate chain, PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="its private key, PEM")] = None,
     logprobs_mode: Annotated[
-        str, typer.Option("--logprobs-mode", help="raw_logprobs, as vLLM; or processed_logprobs: as sampled")
+        Literal["raw_logprobs", "processed_logprobs"],
+        typer.Option("--logprobs-mode", help="raw_logprobs, as vLLM; or processed_logprobs: as sampled"),
     ] = "raw_logprobs",
     announce: Annotated[
         bool,
@@ -44,12 +43,13 @@ def gateway(
 
     Where it listens and the key that begins episodes are in gateway.HOSTNAME.json in the run's out_dir.
     """
-    if logprobs_mode not in LOGPROBS:
-        raise typer.BadParameter(f"{logprobs_mode!r}: one of {', '.join(LOGPROBS)}")
+    from scavenger.host import descriptors, packages
+
     try:
         from scavenger.gateway import app
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed", "pip install 'scavenger[gateway]'") from error
+        raise ConfigError(f"{error.name} is not installed", packages.extra("gateway")) from error
+    descriptors.raise_limit()  # one for each connection of an agent
     app.serve(
         config.read_run(run, over or (), sets or ()),
         app.GatewayOptions(host, port, tls_cert, tls_key, logprobs_mode, announce),

@@ -10,12 +10,8 @@ from typing import Annotated
 
 import typer
 
+from scavenger.cli.options import EngineName
 from scavenger.errors import ConfigError
-from scavenger.guest import service
-from scavenger.guest.host import GuestHost, HostOptions
-from scavenger.policy.serving import ServingRules, objective_of
-from scavenger.protocol import keys
-from scavenger.protocol.messages import GUEST_INTENT
 
 
 def guest(
@@ -31,7 +27,7 @@ def guest(
     key: Annotated[
         Path, typer.Option("--key", help="the key pair that its admin gave (scavenger keys guest)")
     ],
-    engine: Annotated[str, typer.Option("--engine", help="vllm, or reference")] = "vllm",
+    engine: Annotated[EngineName, typer.Option("--engine", help="vllm, or reference")] = "vllm",
     most: Annotated[
         int, typer.Option("--most", min=1, help="samples that it generates at once, at most")
     ] = 32,
@@ -53,6 +49,12 @@ def guest(
     ] = 0.0,
 ) -> None:
     """Host one rollout engine beside an inference service, asleep unless the service has slack."""
+    from scavenger.guest import service
+    from scavenger.guest.host import GuestHost, HostOptions
+    from scavenger.policy.serving import ServingRules, objective_of
+    from scavenger.protocol import keys
+    from scavenger.protocol.messages import GUEST_INTENT
+
     pair = keys.read_keypair(key)
     if not pair.run or not pair.intent.startswith(GUEST_INTENT):
         raise ConfigError(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scavenger import config, toml
-from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
-from scavenger.config import DaemonConfig
+from scavenger.cli.options import DEFAULT_CONFIG, EngineName, OverOption, SetOption, is_readable
+from scavenger.config import DaemonConfig, layers
 from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.host import packages
 from scavenger.host.user import user_name
@@ -57,7 +57,7 @@ def init(
         bool,
         typer.Option(
             "--tiny",
-            help="make the smallest run; its model is made in place, in seconds. With --data: only such a model, for your prompts",
+            help="make the smallest run; its model is made in place, in seconds. With --data or --environment: such a model for yours",
             rich_help_panel=RUN,
         ),
     ] = False,
@@ -80,11 +80,11 @@ def init(
     prompt_field: Annotated[str, typer.Option(help="column of the prompts", rich_help_panel=RUN)] = "",
     answer_field: Annotated[str, typer.Option(help="column of the answers", rich_help_panel=RUN)] = "",
     engine: Annotated[
-        str,
+        EngineName | None,
         typer.Option(
             help="vllm or reference; the latter for a tiny model without a GPU", rich_help_panel=RUN
         ),
-    ] = "",
+    ] = None,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each training node", rich_help_panel=RUN)] = 8,
     nodes: Annotated[int, typer.Option(min=1, help="training nodes", rich_help_panel=RUN)] = 1,
     gpu: Annotated[
@@ -130,9 +130,13 @@ def init(
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
-    if tiny and (model is not None or environment):
-        raise typer.BadParameter("--tiny brings its own model: leave --model and --environment out")
-    own_data = tiny and data is not None
+    if tiny and model is not None:
+        raise typer.BadParameter("--tiny brings its own model: leave --model out")
+    if tiny and environment.startswith("builtin:"):
+        raise typer.BadParameter(
+            f"{environment} has a model of its own: `python -m trainer.tiny make --task calculator --out DIR`, then --model DIR"
+        )
+    own_data = tiny and bool(data is not None or environment)
     if ((model is None) != (data is None and not environment) and not own_data) or (
         data is not None and environment
     ):
@@ -211,12 +215,17 @@ def _of_slurm(partition: str, gpus: int, *, gpu_known: bool) -> dict[str, str]:
     }
 
 
+def _config_at_hand() -> Path:
+    """The daemon's, which may be several files with `:` between, and need not be there."""
+    return Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
+
+
 def _known_state_dir() -> str:
     """The state directory of the daemon whose configuration is at hand, else the site that the user joined; "" where there is neither:
     then run.toml says that it must be set.
     """
-    path = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
-    if path.is_file() and os.access(path, os.R_OK):
+    path = _config_at_hand()
+    if is_readable(path):
         return str(config.read_daemon(path).daemon.state_dir.resolve())
     return keys.noted_site()
 
@@ -302,8 +311,8 @@ def _is_local(beside: Path | None) -> bool:
     """Whether train.sbatch is for the local backend: as its own variable says, or the daemon's configuration at hand."""
     from scavenger.cluster import choose
 
-    paths = (beside, Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG))
-    found = next((path for path in paths if path is not None and path.is_file()), None)
+    paths = (beside, _config_at_hand())
+    found = next((path for path in paths if path is not None and is_readable(path)), None)
     return os.environ.get("SCAVENGER_BACKEND") == "local" or (
         found is not None and choose.is_local(config.read_daemon(found))
     )
@@ -316,13 +325,12 @@ def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
             f"this Python ({sys.executable}) has no {' and no '.join(missing)}",
             f"use the environment of the site that trains, or make one: {packages.INSTALL}",
         )
-    at_hand = Path(
-        os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG
-    ).resolve()  # it runs in another folder
+    # It runs in another folder.
+    at_hand = layers.SEPARATOR.join(str(path.resolve()) for path in layers.files_of(_config_at_hand()))
     environ = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "SCAVENGER_CONFIG": str(at_hand),
+        "SCAVENGER_CONFIG": at_hand,
     }
     done = subprocess.run(
         [sys.executable, "-m", "trainer.prepare", *words],

@@ -51,7 +51,8 @@ def report_command(
     after, before = (_moment(said, now) if said else None for said in (since, until))
     if after is not None and before is not None and before <= after:
         raise typer.BadParameter(f"--until {until} is not after --since {since}")
-    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt, limit, after, before))
+    width = reports.FOLDED if sys.stdout.isatty() else None  # a program that reads on wants a row a line
+    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt, limit, after, before, width))
 
 
 def _moment(said: str, now: float) -> float:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ from scavenger.cli import (
 )
 from scavenger.cli import config as cli_config
 from scavenger.cli import keys as cli_keys
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, OverOption, SetOption, removed
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, OverOption, PolicyName, SetOption, removed
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.host import storage
 from scavenger.printable import printable
@@ -116,7 +116,7 @@ def version() -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the results")] = Path("demo-out"),
-    backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
+    backend: Annotated[Literal["auto", "slurm", "local"], typer.Option(help="auto, slurm or local")] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="of the data's order, the samples and the preemptions")
@@ -134,7 +134,7 @@ def demo(
     preempt_every_s: Annotated[
         float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")
     ] = None,
-    policy: Annotated[str, typer.Option(help="router.policy: predictive or standard")] = "predictive",
+    policy: Annotated[PolicyName, typer.Option(help="router.policy: predictive or standard")] = "predictive",
 ) -> None:
     """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
     import dataclasses
@@ -149,11 +149,7 @@ def demo(
     chosen = dataclasses.replace(settings, seed=seed, steps=steps or settings.steps)
     every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
     options = dataclasses.replace(
-        options,
-        backend=_one_of(backend, ("auto", "slurm", "local")),
-        policy=_one_of(policy, ("predictive", "standard")),
-        settings=chosen,
-        preempt_every_s=every,
+        options, backend=backend, policy=policy, settings=chosen, preempt_every_s=every
     )
     for number in (
         signal.SIGINT,
@@ -166,12 +162,6 @@ def demo(
     except KeyboardInterrupt:
         err.print("stopped; nothing is left running")
         sys.exit(130)
-
-
-def _one_of(value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise typer.BadParameter(f"{value!r}: one of {', '.join(allowed)}")
-    return value
 
 
 @app.command()
@@ -297,6 +287,13 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _sort_keys(begun: str) -> list[str]:
+    """What Tab offers for `--sort`."""
+    from scavenger.cli.samples import KEYS
+
+    return [word for key in KEYS for word in (key, f"-{key}") if word.startswith(begun)]
+
+
 @app.command()
 def samples(
     run: Annotated[
@@ -306,10 +303,14 @@ def samples(
         str, typer.Option(help="one, such as 3, or a range, such as 3-7; default: the newest")
     ] = "",
     group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
-    purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
+    purpose: Annotated[Literal["train", "eval"], typer.Option(help="train or eval")] = "train",
     jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
     sort: Annotated[
-        str, typer.Option(help="reward, advantage, length, finish or moves; -reward: the greatest first")
+        str,
+        typer.Option(
+            help="reward, advantage, length, finish or moves; -reward: the greatest first",
+            autocompletion=_sort_keys,
+        ),
     ] = "",
     best: Annotated[bool, typer.Option("--best", help="as --sort=-reward")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="as --sort=reward")] = False,
@@ -321,7 +322,9 @@ def samples(
         list[str] | None, typer.Option(help="only lengths (tokens) such as '>100'; may be repeated")
     ] = None,
     moves: Annotated[list[str] | None, typer.Option(help="only numbers of moves such as '>0'")] = None,
-    finish: Annotated[str, typer.Option(help="only this finish reason: stop or length")] = "",
+    finish: Annotated[
+        Literal["stop", "length"] | None, typer.Option(help="only this finish reason: stop or length")
+    ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="of RUN, a run.toml: what `python -m trainer --local` kept")
     ] = False,
@@ -335,13 +338,11 @@ def samples(
     chosen = shown.Choice(
         sort="-reward" if best else "reward" if worst else sort,
         limit=limit,
-        finish=finish,
+        finish=finish or "",
         tests={"reward": reward or (), "length": length or (), "moves": moves or ()},
     )
     name, path = shown.place(run, config_path, local=local)
     url = config.read_daemon(path).ledger_url
     steps = shown.steps_of(step) if step else None
-    for line in shown.lines(
-        url, name, steps, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl, choice=chosen
-    ):
+    for line in shown.lines(url, name, steps, group, purpose, jsonl=jsonl, choice=chosen):
         print(line)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+
+from scavenger.config import layers
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", help="the daemon's scavenger.toml", envvar="SCAVENGER_CONFIG")
 ]
 DEFAULT_CONFIG = Path("scavenger.toml")
+#: Values that an option refuses all others of, and that Tab offers.
+EngineName = Literal["vllm", "reference"]
+PolicyName = Literal["predictive", "standard"]
+TextOrJson = Literal["text", "json"]
 OverOption = Annotated[
     list[Path] | None,
     typer.Option("--over", metavar="FILE", help="another TOML file, laid over it; repeatable"),
@@ -43,3 +50,8 @@ def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def is_readable(config: Path) -> bool:
+    """Whether all files that `config` names, which may be several, are there, and this user may read them."""
+    return all(os.access(one, os.R_OK) for one in layers.files_of(config))

@@ -6,15 +6,16 @@ Boundary: one subcommand; what it sends needs parts that other commands do not l
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.errors import ConfigError
-from scavenger.ledger.read.reader import connected
-from scavenger.observe import traces
+
+if TYPE_CHECKING:
+    from scavenger.observe import traces
 
 
 def otel(
@@ -27,16 +28,17 @@ def otel(
     step: Annotated[int | None, typer.Option(min=1, help="only this step")] = None,
     after: Annotated[int, typer.Option(min=0, help="steps beyond this one")] = 0,
     follow: Annotated[bool, typer.Option("--follow", help="go on with each step that is committed")] = False,
-    interval: Annotated[
-        float, number("--interval", "seconds between two looks, with --follow", least=1.0)
-    ] = 5.0,
+    interval: Annotated[float, number("--interval", "seconds between polls, with --follow", least=1.0)] = 5.0,
 ) -> None:
     """Send a run's committed steps to an OpenTelemetry collector: a trace a step, a span each sample and each of its leases.
 
-    Ids are made of the ledger's: a step that is sent again has the same. Reads the ledger only. Needs the extra `otel`.
+    Ids are made of the ledger's: a step that is sent again has the same, one that a later attempt generated again has others.
+    Reads the ledger only. Needs the extra `otel`.
     """
     if step is not None and (follow or after):
         raise ConfigError("--step is one step", "leave --follow and --after out")
+    from scavenger.observe import traces
+
     try:
         from scavenger.observe.otlp import Collector
     except ModuleNotFoundError as error:
@@ -49,8 +51,11 @@ def otel(
         while True:
             found = _read(url, run, done, only=step)
             for done, spans in found:
+                cut = spans[0].attributes.get(traces.CUT)
                 print(
-                    f"step {done}: {collector.send(spans)} spans, trace {spans[0].trace_id.hex()}", flush=True
+                    f"step {done}: {collector.send(spans)} spans, trace {spans[0].trace_id.hex()}"
+                    + (f" (left out: {cut})" if cut else ""),
+                    flush=True,
                 )
             if step is not None or not (found or follow):
                 return
@@ -60,6 +65,9 @@ def otel(
 
 def _read(url: str, name: str, after: int, only: int | None) -> list[tuple[int, list[traces.Span]]]:
     """(step, its spans) of the first step beyond `after`, if there is one. Raises `LedgerError`."""
+    from scavenger.ledger.read.reader import connected
+    from scavenger.observe import traces
+
     with connected(url) as connection:
         found = traces.find(connection, name)
         steps = [only] if only is not None else traces.committed(connection, found, after)[:1]

@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger import config
+from scavenger.cli.options import is_readable
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
@@ -34,13 +35,16 @@ KEYS: dict[str, Callable[[SampleRow], Any]] = {
     "moves": lambda row: row.moves,
 }
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+#: No step is later.
+LAST_STEP = 10**18
 _STEPS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _TEST = re.compile(r"\s*(>=|<=|>|<|=|)\s*(-?[0-9.]+(?:e-?[0-9]+)?)\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`sort`: a key, with `-` before it for the greatest first; "": by prompt. `tests`: of a key, such as ">=0.5"; all must hold."""
+    """`sort`: a key, with `-` before it for the greatest first, superseded samples last; "": by prompt. `tests`: of a key, such as
+    ">=0.5"; all must hold."""
 
     sort: str = ""
     limit: int | None = None
@@ -64,6 +68,7 @@ class Choice:
             known = [row for row in found if value(row) is not None]
             known.sort(key=value, reverse=self.sort.startswith("-"))
             found = known + [row for row in found if value(row) is None]
+            found.sort(key=lambda row: row.state == "superseded")  # nothing was trained on it
         return found[: self.limit]
 
 
@@ -94,7 +99,7 @@ def _test(key: str, text: str) -> tuple[Callable[[Any, Any], bool], float]:
 
 def place(run: str, config_path: Path, *, local: bool) -> tuple[str, Path]:
     """The run's name, and the configuration that names its ledger: of a run.toml that of a try with `--local`, where that is asked for
-    or no daemon's is there. Raises `ConfigError`."""
+    or no daemon's can be read. Raises `ConfigError`."""
     if not run.endswith(".toml"):
         if local:
             raise ConfigError(
@@ -103,7 +108,7 @@ def place(run: str, config_path: Path, *, local: bool) -> tuple[str, Path]:
         return run, config_path
     found = config.read_run(Path(run)).run
     tried = found.out_dir / "local" / "scavenger.toml"
-    if local or (tried.is_file() and not config_path.is_file()):
+    if local or (tried.is_file() and not is_readable(config_path)):
         if not tried.is_file():
             raise ConfigError(f"there is no {tried}", f"make a try first: python -m trainer {run} --local")
         return found.name, tried
@@ -139,6 +144,7 @@ def lines(
             if choice.limit is not None:
                 found = choice.of(found)  # of many steps no more is kept than is shown
         if not n:
+            _refuse_agents(engine, known.run_id, known.name, purpose)
             raise LedgerError(
                 f"run {known.name!r} has no {purpose} samples of {_named(wanted)}"
                 + (f", group {group}" if group is not None else ""),
@@ -172,12 +178,21 @@ def _newest(engine: sa.Engine, run_id: int, name: str, purpose: str) -> range:
     newest = reader.newest_step(engine, run_id, purpose)
     if newest is not None:
         return range(newest, newest + 1)
-    agents = reader.newest_step(engine, run_id, "turn") is not None
+    _refuse_agents(engine, run_id, name, purpose)
+    raise LedgerError(f"run {name!r} has no {purpose} samples yet", "")
+
+
+def _refuse_agents(engine: sa.Engine, run_id: int, name: str, purpose: str) -> None:
+    """Raises `LedgerError` for a run that has turns of agents and nothing of `purpose`: turns are shown elsewhere. Its steps say nothing:
+    they are committed whatever filled them."""
+    if (
+        reader.submitted_steps(engine, run_id, 0, LAST_STEP, purpose)
+        or reader.newest_step(engine, run_id, "turn") is None
+    ):
+        return
     raise LedgerError(
-        f"run {name!r} has no {purpose} samples yet" + (", only turns of agents" if agents else ""),
-        "`scavenger ledger report episodes`, then `scavenger ledger tokens SAMPLE_ID --format text`"
-        if agents
-        else "",
+        f"run {name!r} plays episodes: it has no {purpose} samples, only turns of agents",
+        "`scavenger ledger report episodes`, then `scavenger ledger tokens SAMPLE_ID --format text`",
     )
 
 

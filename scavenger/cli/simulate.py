@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number, removed
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, PolicyName, number, removed
 from scavenger.cli.simulate_run import run_command
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
@@ -37,8 +37,9 @@ def replay_command(
         str, typer.Option("--run", help="the run's name; not needed where the ledger has one run")
     ] = "",
     policy: Annotated[
-        str, typer.Option("--policy", help="predictive or standard; default: the one that it ran under")
-    ] = "",
+        PolicyName | None,
+        typer.Option("--policy", help="predictive or standard; default: the one that it ran under"),
+    ] = None,
     ranks: Annotated[
         int, typer.Option("--ranks", min=0, help="of the trainer; 0: as a deterministic run's steps tell")
     ] = 0,
@@ -51,12 +52,10 @@ def replay_command(
     from scavenger.simulate.replay import replay as replay_text
     from scavenger.simulate.replay.replay import replay
 
-    if policy not in ("", "predictive", "standard"):
-        raise typer.BadParameter(f"{policy!r}: one of predictive, standard", param_hint="--policy")
     with tables.busy(f"reading {ledger}"):
         run_history = _read(ledger, run)
     with tables.busy(f"playing {len(run_history.steps)} steps"):
-        found = replay(run_history, policy, ranks)
+        found = replay(run_history, policy or "", ranks)
     console = tables.console()
     console.print(f"run {run_history.name}, policy {found.policy}", style="bold", markup=False)
     columns, cells = replay_text.steps(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pwd
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from scavenger.errors import ConfigError
 
 
 def slurm_proxy(
-    role: Annotated[str, typer.Option(help="submit or view")],
+    role: Annotated[Literal["submit", "view"], typer.Option(help="submit or view")],
     socket: Annotated[
         Path, typer.Option(help="the Unix socket to make: cluster.submit_socket or view_socket")
     ],
@@ -38,8 +38,6 @@ def slurm_proxy(
     from scavenger.observe import logs
 
     logs.configure(os.environ)
-    if role not in ("submit", "view"):
-        raise typer.BadParameter(f"{role!r}: one of submit, view")
     if (role == "submit") != (folder is not None):
         raise typer.BadParameter("--dir goes with --role submit, and is needed there")
     allowed = pwd.getpwuid(uid_of(allow_user))

@@ -14,7 +14,6 @@ import typer
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.errors import ConfigError
-from scavenger.web import export as export_file
 
 
 def web(
@@ -63,6 +62,8 @@ def web(
         raise ConfigError(f"--root-path {root_path!r} is no path", "write it as /scavenger")
     found = config.read_daemon(config_path)
     if export is not None:
+        from scavenger.web import export as export_file
+
         shown = export_file.write(found.ledger_url, run, export, every_sample=every_sample)
         print(f"{export}: {len(shown)} pages, {export.stat().st_size:,} bytes, mode 0600")
         return
@@ -72,6 +73,11 @@ def web(
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise ConfigError(f"{error.name} is not installed", "pip install 'scavenger[web]'") from error
+    if root_path.lstrip("/").partition("/")[0] in app.OWN:
+        raise ConfigError(
+            f"--root-path {root_path!r} begins as a page of ours",
+            f"choose another name than {', '.join(sorted(app.OWN))}",
+        )
     app.serve(
         found.ledger_url,
         port=port,

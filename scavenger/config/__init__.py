@@ -103,6 +103,7 @@ def _explain(model: type[Section], layered: Layered, error: ValidationError) -> 
         named = [str(mistaken).partition(" = ")[0]] if isinstance(mistaken, Mistaken) else []
         path = layered.first if missing else layered.origin([*item["loc"], *named])
         key = ".".join(str(part) for part in item["loc"]) or "(file)"
+        said = _said(item["type"], item["msg"], item["input"])
         if item["type"] == "extra_forbidden":
             remedy = hint(model, item["loc"], item["input"])
             lines.append(f"{path}: unknown key {key!r}" + (f": {remedy}" if remedy else ""))
@@ -110,15 +111,20 @@ def _explain(model: type[Section], layered: Layered, error: ValidationError) -> 
             lines.append(f"{path}: key {key!r} is missing")
         elif isinstance(mistaken, Mistaken):
             lines.append(f"{path}: {'.'.join([*map(str, item['loc']), str(mistaken)])}")
-        elif isinstance(
-            item["input"], dict
-        ):  # a rule between keys names them, and what a section holds may be a secret
-            lines.append(f"{path}: {key}: {item['msg'].removeprefix('Value error, ')}")
-        elif key in SECRETS:
-            lines.append(f"{path}: {key}: {item['msg']}")
+        elif isinstance(item["input"], dict) or key in SECRETS:
+            # a rule between keys names them, and what a section holds may be a secret
+            lines.append(f"{path}: {key}: {said}")
         else:
-            lines.append(f"{path}: {key} = {item['input']!r}: {item['msg']}")
+            lines.append(f"{path}: {key} = {item['input']!r}: {said}")
     return ConfigError("\n".join(lines), "every key with its unit and default is in docs/config.md")
+
+
+def _said(kind: str, message: str, given: object) -> str:
+    """What is wrong with a value, in TOML's words: a list is no tuple there."""
+    if kind != "tuple_type":
+        return message.removeprefix("Value error, ")
+    inside = "; its elements cannot be set one by one" if isinstance(given, dict) else ""
+    return f"a list is wanted, as [...]{inside}"
 
 
 def parse(model: type[C], path: Path, data: dict[str, Any]) -> C:
@@ -146,7 +152,7 @@ def laid_over(
 
 
 def read_daemon(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()) -> DaemonConfig:
-    """Read `scavenger.toml`. A relative `daemon.state_dir` is relative to the file. `over`, `sets`: as in `laid_over`.
+    """Read `scavenger.toml`. Relative folders of ours in it (`FILE_RELATIVE`) are relative to the file. `over`, `sets`: as in `laid_over`.
 
     Raises `ConfigError`.
     """
@@ -156,10 +162,13 @@ def read_daemon(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ())
 def daemon_of(layered: Layered) -> DaemonConfig:
     """Raises `ConfigError`."""
     config = _check(DaemonConfig, layered)
-    base, section = layered.first.resolve().parent, config.daemon
+    base, section, cluster = layered.first.resolve().parent, config.daemon, config.cluster
     public_dir = None if section.public_dir is None else base / section.public_dir
     folders = {"state_dir": base / section.state_dir, "public_dir": public_dir}
-    return config.model_copy(update={"daemon": section.model_copy(update=folders)})
+    sections: dict[str, Any] = {"daemon": section.model_copy(update=folders)}
+    if cluster.local_dir is not None:
+        sections["cluster"] = cluster.model_copy(update={"local_dir": base / cluster.local_dir})
+    return config.model_copy(update=sections)
 
 
 def read_run(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()) -> RunConfig:

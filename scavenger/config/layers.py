@@ -2,7 +2,8 @@
 
 A later layer wins key by key; a list, and a table that a key holds (`reward.options`), are replaced whole by the layer that has them. A
 relative path is relative to the file that says it, on the command line to the working directory. Owns that; knows no key by name but
-those whose paths a file's place decides. Pure but for `read`.
+those whose paths a file's place decides. Pure but for `read` and
+the questions whether a file is there.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Layered:
 
 def files_of(path: Path, over: Sequence[Path] = ()) -> tuple[Path, ...]:
     """The files that `path` names, which may be several with `:` between, and those laid over them."""
-    several = SEPARATOR in str(path) and not path.exists()
+    several = SEPARATOR in str(path) and not _is_found(path)
     return (*(Path(part) for part in str(path).split(SEPARATOR) if part), *over) if several else (path, *over)
 
 
@@ -64,6 +65,15 @@ def is_there(path: Path) -> bool:
         return False
     except OSError:
         pass
+    return True
+
+
+def _is_found(path: Path) -> bool:
+    """Whether this user sees such a file. `Path.exists` raises for a folder that may not be entered."""
+    try:
+        path.stat()
+    except OSError:
+        return False
     return True
 
 
@@ -127,11 +137,13 @@ def lay(
         for part in reversed(inside):
             value = {part: value}
         one = _absolute(model, {section: {key: value}}, Path.cwd())
-        held = merged.get(section)
+        held, layer = merged.get(section), COMMAND_LINE
         if inside and isinstance(held, dict) and isinstance(held.get(key), dict):
             one = {section: {key: _deep(held[key], one[section][key])}}
+            below = origins.get(f"{section}.{key}", COMMAND_LINE)
+            layer = below if below.endswith(COMMAND_LINE) else f"{below}, {COMMAND_LINE}"
         _put(merged, one)
-        origins[f"{section}.{key}"] = COMMAND_LINE
+        origins[f"{section}.{key}"] = layer
     return Layered(first, merged, origins)
 
 

@@ -176,8 +176,8 @@ class DataSection(Section):
     environment: str = ""
     """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
     plays each as an episode of one or more turns on this run's engines, and its rewards train it
-    ([environments.md](environments.md)). `builtin:calculator` and `builtin:proposer-solver` are built in, for the demo, examples
-    and tests. Excludes `task`, `path` and `reward.function`."""
+    ([environments.md](environments.md)). `builtin:calculator`, `builtin:calculator-steps` and `builtin:proposer-solver` are
+    built in, for the demo, examples and tests. Excludes `task`, `path` and `reward.function`."""
     environment_args: dict[str, JsonValue] = {}
     """The environment's own settings, as in the `[env]` block of `verifiers`, such as
     `{ taskset = { split = "train" }, agent = { harness = { id = "null" } } }`. A role without a `runtime` has
@@ -211,6 +211,14 @@ class DataSection(Section):
     """Generated tokens of one agent in an episode, after which no further turn begins. 0: no bound."""
     episode_s: Seconds = 3600.0
     """Seconds of an agent in an episode at most, its tools included; then the episode ends and is rewarded as it is."""
+    budget_turns: NonNegative = 0
+    """Model calls of a whole episode at most, over all its agents, policies and branches; the daemon counts them, also of
+    agents of other programs that call the gateway. Then the episode ends and is rewarded as it is. 0: no bound."""
+    budget_tokens: NonNegative = 0
+    """Generated tokens of a whole episode at most: a turn has as many as are left when it is asked for. 0: no bound."""
+    budget_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Seconds of a whole episode from its first call, its tools and its waits included, after which no further call is
+    made. One that is generated goes on to its end. Waits for engines and outages count. 0: no bound."""
     on_divergence: Literal["branch", "restart", "fail"] = "branch"
     """An episode whose environment worker was lost is played again from its recorded turns. What happens where the
     environment says something else than it did. `branch`: the episode goes on from there with new turns.
@@ -254,6 +262,10 @@ class DataSection(Section):
             raise ValueError("episodes_of brings its own rows: leave out environment, task, path and sets")
         if self.environment and (self.path is not None or self.sets or "task" in said):
             raise ValueError("environment brings its own tasks: leave out task, path and sets")
+        if self.episodes_of and (budgets := sorted(key for key in said if key.startswith("budget_"))):
+            raise ValueError(
+                f"{budgets[0]} is of the run that plays the episodes: set it there, or leave it out"
+            )
         if not self.environment and (
             named := sorted(
                 key for key in said if key.startswith(("environment_", "episode_", "effects", "sandbox"))
@@ -828,15 +840,15 @@ class MonitorSection(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases (extra `[wandb]`). `offline` writes to `<out_dir>/wandb`, for `wandb sync` later. The
     key comes from `wandb login`, never from this file. W&B gets this file's settings without `run.key`,
-    `reward.options` and `data.chat_options`, which may hold secrets."""
+    `reward.options`, `data.chat_options` and `data.environment_args`, which may hold secrets."""
     wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
-    """W&B's project. The W&B run is `run.name`, for all attempts."""
+    """W&B's project. The W&B run is `run.name`, for all attempts; that of tries with `--local` is `<run.name>-local`."""
     wandb_entity: str = ""
     """W&B's team. Empty: the user's own."""
     mlflow: str = ""
     """URI of an MLflow tracking server, `http://HOST:PORT` (extra `[mlflow]`). Empty: none. MLflow gets what W&B gets; a
     token comes from `MLFLOW_TRACKING_TOKEN`, never from this file. One MLflow run for all attempts: its tag `scavenger.run`
-    is `run.name`."""
+    is `run.name`, that of tries with `--local` `<run.name>-local`."""
     mlflow_experiment: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
     """MLflow's experiment. It is made where it does not exist."""
     token_differences: Share = 0.05

@@ -56,8 +56,17 @@ def _mistaken(annotation: Any, value: Any) -> str:
         return ""
     wanted = "true or false" if kinds == {bool} else "a number"
     if isinstance(value, str):
-        return f"text where {wanted} is wanted; write it without quotes"
+        quoted = value in ("true", "false") if kinds == {bool} else _is_number(value)
+        return f"text where {wanted} is wanted" + ("; write it without quotes" if quoted else "")
     if isinstance(value, bool) and bool not in kinds:
         return "a boolean where a number is wanted"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return "a number where true or false is wanted" if is_number and kinds == {bool} else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -197,7 +197,7 @@ class ClusterSection(Section):
     a running `python -m scavenger.cluster.local.client serve`. `auto`: `local` when `local_dir` is set, else
     `pyslurm` where it fits, else `slurm`; the log names the backend and the reason."""
     local_dir: Path | None = None
-    """Directory of the local backend's server. `local` needs it."""
+    """Directory of the local backend's server. `local` needs it. A relative path is relative to this file."""
     poll_interval_s: Seconds = 60.0
     """Polling interval: seconds between two observations of nodes and queue, at random up to a tenth more or
     less. It is three times as long while no run is open and the daemon has no job. An observation older than two intervals
@@ -523,7 +523,9 @@ class DaemonConfig(Section):
     prometheus: PrometheusSection = PrometheusSection()
 
     #: Paths that are relative to their file, not to the process's working directory.
-    FILE_RELATIVE: ClassVar[frozenset[str]] = frozenset({"daemon.state_dir", "daemon.public_dir"})
+    FILE_RELATIVE: ClassVar[frozenset[str]] = frozenset(
+        {"daemon.state_dir", "daemon.public_dir", "cluster.local_dir"}
+    )
 
     @model_validator(mode="after")
     def _owners_can_ask(self) -> DaemonConfig:

@@ -245,11 +245,38 @@ def check(config: DaemonConfig) -> Iterator[StartFinding]:
     """Ask everything that the daemon asks when it starts, without doing it."""
     yield _ask("state and keys", lambda: keys.read_keypair(keys.server_key_path(config.daemon.state_dir)))
     yield _ask("ledger", lambda: _ledger(config))
+    if _named_owners(config):
+        yield _ask("owners by name", lambda: _unknown_owners(config))
     if config.harvest.enabled:
         yield _ask("job template", lambda: _template(config))
         yield _ask("engines' Python", lambda: _python(config))
         yield _ask("engines' user", lambda: _engines(config))
         yield _ask("cluster and partition", lambda: _cluster(config))
+
+
+def _named_owners(config: DaemonConfig) -> dict[str, list[str]]:
+    """Owner -> the keys that name it. Pure."""
+    o, found = config.owners, dict[str, list[str]]()
+    tables: dict[str, Mapping[str, object]] = {
+        "owners.max_gpus_of": o.max_gpus_of,
+        "owners.share_of": o.share_of,
+        "owners.gpu_types_of": o.gpu_types_of,
+        "owners.partitions_of": o.partitions_of,
+    }
+    for key, table in tables.items():
+        for name in table:
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _unknown_owners(config: DaemonConfig) -> str:
+    """A name that is misspelt bounds nobody. Who may join later is named before it does."""
+    known = {*keys.owner_keys(config.daemon.state_dir), *config.owners.users}
+    unknown = {name: its for name, its in _named_owners(config).items() if name not in known}
+    if not unknown:
+        return ""
+    words = ", ".join(f"{name} ({', '.join(its)})" for name, its in sorted(unknown.items()))
+    return f"WARNING: no owner has the name {words}: nobody gets anything by it; `scavenger keys list` names the owners"
 
 
 def _ask(what: str, function: Callable[[], object]) -> StartFinding:

@@ -8,17 +8,15 @@ Boundary: what differs from the demo of single completions.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scavenger.cluster import processes
-from scavenger.errors import ScavengerError
+from scavenger.host import packages
 
 TASK, SUBJECT = "calculator", "adding with a calculator, in several turns"
 CONTEXT, MAX_TOKENS = 64, 6
@@ -28,12 +26,8 @@ WORKERS = 2
 
 
 def check_packages() -> None:
-    """Raises `ScavengerError` where the gateway's packages are missing."""
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise ScavengerError(
-            f"agents call a gateway, and {sys.executable} lacks {' and '.join(missing)}",
-            "pip install 'scavenger[gateway]'",
-        )
+    """Raises `ConfigError` where the gateway's packages are missing."""
+    packages.require_gateway("agents call a gateway")
 
 
 def changed(document: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

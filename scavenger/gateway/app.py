@@ -17,8 +17,9 @@ An episode's key reaches this episode and nothing else. A client's is for a prog
 of episodes that the gateway begins and ends (`series`). Either may come as a URL's password, which HTTP clients send as Basic.
 
 Bodies are bounded, and so are the calls of one caller that run at once and what their bodies hold: an agent that floods is refused alone
-(429), and of its requests one at a time is parsed and rendered. A caller that hangs up leaves its turn running, gives its place back at
-once, and finds the turn when it asks again.
+(429), of its large bodies a few at a time are read, and of its requests one at a time is parsed and rendered, with a rest after each
+that costs much. What would hold the interpreter for long is refused before it is parsed. A caller that hangs up leaves its turn running,
+gives its place back at once, and finds the turn when it asks again.
 
 Boundary: starlette and uvicorn are imported here and nowhere else.
 """
@@ -38,7 +39,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -51,7 +52,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from scavenger.asyncio_helpers import HungUp, unless_gone
+from scavenger.asyncio_helpers import HungUp, listening_socket, unless_gone
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError
 from scavenger.gateway import dialects, identity
@@ -62,6 +63,7 @@ from scavenger.gateway.series import Series
 from scavenger.protocol import keys, messages
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 #: Of a request's body: a million tokens as JSON numbers, or as many words.
 MAX_BODY_BYTES = 16 * 1024 * 1024
@@ -77,10 +79,25 @@ MAX_HEADER_BYTES, HEADERS_S = 32 * 1024, 60.0
 BODY_S = 60.0
 #: How long a caller waits for the daemon to take its turn (s): a daemon may be restarted meanwhile.
 ACCEPT_S = 600.0
-MAX_NAME_CHARS = 256
+#: A larger body is parsed beside the loop, bytes. So much of a body is read at once, too.
+AT_ONCE_BYTES = 32 * 1024
+#: Larger bodies of one caller that are read, or wait to be parsed; what else it sends waits in its connections. More than one: a body may
+#: come slowly, and be one of those.
+MAX_LARGE_BODIES = 4
+#: Lists and objects of a body, and further values beside the context's tokens. A parser that makes them stops all threads meanwhile:
+#: about 20 ms.
+MAX_CONTAINERS, MAX_VALUES = 64 * 1024, 128 * 1024
+#: Of the body that says which tool is about to be asked, bytes.
+MAX_ASK_BYTES = 32 * 1024
+#: A caller whose request cost over `REST_FROM_S` of a processor waits `REST` times that before its next one is worked out (s).
+REST_FROM_S, REST = 0.01, 3.0
+#: How long a caller waits for the word that it has no key, or too many calls (s): one that asks again at once waits for itself.
+REFUSED_S = 0.1
 _CALL, _ASKER = re.compile(messages.CALL_PATTERN), re.compile(r"[0-9a-f]{32}", re.ASCII)
 #: Headers in which a caller may name its request.
 NAME_HEADERS = ("idempotency-key", "x-request-id")
+#: The header that names one of a client's sessions. `verifiers` sends a rollout's, so that equal prompts of a group are draws of their own.
+SESSION_HEADER = "x-session-id"
 #: The header that names the run which answers for an agent.
 POLICY_HEADER = "x-scavenger-policy"
 
@@ -139,6 +156,7 @@ class Gateway:
     calls: dict[str, int] = field(default_factory=dict)  # by the caller's label
     bodies: dict[str, int] = field(default_factory=dict)  # bytes of the bodies of these calls, likewise
     turnstiles: dict[str, asyncio.Lock] = field(default_factory=dict)  # likewise
+    large: dict[str, asyncio.Semaphore] = field(default_factory=dict)  # likewise
     clients: dict[str, Series] = field(default_factory=dict)
     ending: set[asyncio.Task[None]] = field(default_factory=set)  # a loop keeps no task alive
 
@@ -217,7 +235,9 @@ class Gateway:
                 self.calls[label] = left
             else:
                 del self.calls[label]
-                self.turnstiles.pop(label, None)
+                self.large.pop(label, None)
+                if (lock := self.turnstiles.get(label)) is not None and not lock.locked():
+                    del self.turnstiles[label]
 
     @contextlib.contextmanager
     def held(self, caller: Caller) -> Iterator[Callable[[int], None]]:
@@ -243,9 +263,36 @@ class Gateway:
                 else:
                     del self.bodies[label]
 
-    def one_at_a_time(self, caller: Caller) -> asyncio.Lock:
-        """Held while a request of the caller is worked out: of one that floods, others wait for one request at most."""
-        return self.turnstiles.setdefault(caller.label, asyncio.Lock())
+    @contextlib.asynccontextmanager
+    async def body(
+        self, request: Request, caller: Caller, most: int, hold: Callable[[int], None]
+    ) -> AsyncIterator[bytes]:
+        """The body, of at most `most` bytes. Of a caller's large ones a few are read at a time, each until its block ends: the others stay
+        in their connections. Raises `BadRequest`.
+        """
+        places = self.large.setdefault(caller.label, asyncio.Semaphore(MAX_LARGE_BODIES))
+        async with contextlib.AsyncExitStack() as leaving:
+            yield await _read(request, most, hold, lambda: leaving.enter_async_context(places))
+
+    @contextlib.asynccontextmanager
+    async def in_turn(self, caller: Caller) -> AsyncIterator[_Work]:
+        """Held while a request of the caller is worked out: of one that floods, others wait for one request at most. The next one begins
+        in a later round of the loop, and where this one was costly, after a rest: others may be about to call.
+        """
+        label = caller.label
+        lock = self.turnstiles.setdefault(label, asyncio.Lock())
+        await lock.acquire()
+        work = _Work()
+        try:
+            yield work
+        finally:
+            rest = REST * work.cost if work.cost > REST_FROM_S else 0.0
+            asyncio.get_running_loop().call_later(rest, self._rested, label, lock)
+
+    def _rested(self, label: str, lock: asyncio.Lock) -> None:
+        lock.release()
+        if label not in self.calls:
+            self.turnstiles.pop(label, None)
 
     def policy(self, request: Request) -> str:
         """The other run that is asked; "": this one. Raises `BadRequest`."""
@@ -274,11 +321,12 @@ class Gateway:
         caller = self.caller(request)
         async with contextlib.AsyncExitStack() as leaving:
             leaving.enter_context(self.counted(caller))  # before anything is read or worked out
-            data = await _read(request, self.max_body, leaving.enter_context(self.held(caller)))
-            async with self.one_at_a_time(caller):
-                body = _parsed(data)
-                content = _content(dialect, body)
-                turn, prompt = parse(body, self.model.vocabulary, _name(request))
+            hold = leaving.enter_context(self.held(caller))
+            async with self.body(request, caller, self.max_body, hold) as data, self.in_turn(caller) as work:
+                asked_for = (dialect, parse, data, self.model.vocabulary, self.context_length)
+                content, (turn, prompt) = await work.of(
+                    len(data), _understood, *asked_for, _name(request), _session(request, caller)
+                )
             episode = leaving.enter_context(self.joined(caller, turn.name or content.hex()))
             asked = _Asked(dialect, episode, content, turn, list(prompt))
             return await self._answer(leaving, request, asked)
@@ -287,13 +335,14 @@ class Gateway:
         caller = self.caller(request)
         async with contextlib.AsyncExitStack() as leaving:
             leaving.enter_context(self.counted(caller))
-            data = await _read(request, self.max_body, leaving.enter_context(self.held(caller)))
-            async with self.one_at_a_time(caller):
-                body = _parsed(data)
-                content = _content("chat", body)
-                chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
+            hold = leaving.enter_context(self.held(caller))
+            async with self.body(request, caller, self.max_body, hold) as data, self.in_turn(caller) as work:
+                asked_for = ("chat", dialects.parse_chat, data, self.model.vocabulary, self.context_length)
+                content, chat = await work.of(
+                    len(data), _understood, *asked_for, _name(request), _session(request, caller)
+                )
                 episode = leaving.enter_context(self.joined(caller, chat.turn.name or content.hex()))
-                prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
+                prompt = await work.beside(self.conversations.prompt, episode, chat)
             asked = _Asked("chat", episode, content, chat.turn, prompt, chat)
             return await self._answer(leaving, request, asked)
 
@@ -369,7 +418,7 @@ class Gateway:
     async def ask_tool(self, request: Request) -> Response:
         """Whether a tool is to be asked, or what it answered. The body: `tool`, a name for people; `asker`, 32 random hex digits."""
         with self._of_a_tool(request) as (episode, call):
-            body = _parsed(await _read(request, LEAST_BODY_BYTES))
+            body = _parsed(await _read(request, MAX_ASK_BYTES))
             tool, asker = body.get("tool"), body.get("asker")
             if not isinstance(tool, str) or not isinstance(asker, str) or not _ASKER.fullmatch(asker):
                 raise BadRequest("tool: a text, asker: 32 hex digits")
@@ -379,11 +428,10 @@ class Gateway:
     async def answer_tool(self, request: Request) -> Response:
         """The body is the answer, JSON. What is recorded comes back: of several answers the first."""
         with self._of_a_tool(request) as (episode, call):
-            data = await _read(request, messages.MAX_ANSWER_BYTES)
-            try:
-                msgspec.json.decode(data)
-            except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-                raise BadRequest(f"the answer is no JSON: {error}") from None
+            caller, most = Caller(episode, False), messages.MAX_ANSWER_BYTES
+            with self.held(caller) as hold:
+                async with self.body(request, caller, most, hold) as data, self.in_turn(caller) as work:
+                    await work.of(len(data), _check_answer, data)
             return _state(await self.link.tool(messages.AnswerTool(episode, call, data)))
 
     @contextlib.contextmanager
@@ -404,6 +452,29 @@ class Gateway:
 
 #: A body's parser, for dialects whose prompts are token ids: (body, vocabulary, name) -> (request, prompt).
 ParseTokens = Callable[[Any, int, str], tuple[TurnRequest, tuple[int, ...]]]
+
+
+class _Work:
+    """What one request costs until it is passed on: seconds of a processor."""
+
+    def __init__(self) -> None:
+        self.cost = 0.0
+
+    async def of(self, nbytes: int, work: Callable[..., T], *args: Any) -> T:
+        """Do it, beside the loop where `nbytes` are many."""
+        if nbytes <= AT_ONCE_BYTES:
+            return self._counted(work, *args)
+        return await self.beside(work, *args)
+
+    async def beside(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.to_thread(self._counted, work, *args)
+
+    def _counted(self, work: Callable[..., T], *args: Any) -> T:
+        began = time.thread_time()
+        try:
+            return work(*args)
+        finally:
+            self.cost += time.thread_time() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,22 +639,51 @@ def _bearer(request: Request) -> str:
 
 def _name(request: Request) -> str:
     name = next((request.headers[h] for h in NAME_HEADERS if h in request.headers), "")
-    if len(name) > MAX_NAME_CHARS:
-        raise BadRequest(f"a request's name has at most {MAX_NAME_CHARS} characters")
+    if len(name) > dialects.MAX_NAME_CHARS:
+        raise BadRequest(f"a request's name has at most {dialects.MAX_NAME_CHARS} characters")
     return name
 
 
-async def _read(request: Request, most: int, hold: Callable[[int], None] = lambda _: None) -> bytes:
-    """The body, of at most `most` bytes; `hold` is told of each part. Raises `BadRequest`."""
-    parts, nbytes = [], 0
+def _session(request: Request, caller: Caller) -> str:
+    """Which of a client's sessions asks. An episode is one itself. Raises `BadRequest`."""
+    session = request.headers.get(SESSION_HEADER, "") if caller.client else ""
+    if len(session) > dialects.MAX_NAME_CHARS:
+        raise BadRequest(f"a session's name has at most {dialects.MAX_NAME_CHARS} characters")
+    return session
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _read(
+    request: Request,
+    most: int,
+    hold: Callable[[int], None] = lambda _: None,
+    large: Callable[[], Awaitable[None]] = _nothing,
+) -> bytes:
+    """The body, of at most `most` bytes; `hold` is told of each part. `large`: awaited where it has over `AT_ONCE_BYTES`, before more of
+    it is read. Raises `BadRequest`.
+    """
+    declared = int(request.headers.get("content-length") or 0)  # h11 lets no other through than digits
+    parts, nbytes, waited = [], 0, declared > AT_ONCE_BYTES
+    if declared > most:
+        raise BadRequest(f"a body of over {most:,} bytes", 413)
+    if waited:
+        await large()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_S) as limit:
             async for part in request.stream():
                 nbytes += len(part)
                 if nbytes > most:
                     raise BadRequest(f"a body of over {most:,} bytes", 413)
                 hold(len(part))
                 parts.append(part)
+                if nbytes > AT_ONCE_BYTES and not waited:  # in chunks: how many, nobody said
+                    limit.reschedule(None)
+                    await large()
+                    limit.reschedule(asyncio.get_running_loop().time() + BODY_S)
+                    waited = True
     except TimeoutError:
         raise BadRequest(f"the body did not come within {BODY_S:g} s", 408) from None
     return b"".join(parts)
@@ -600,12 +700,56 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _content(dialect: str, body: dict[str, Any]) -> bytes:
+def _content(dialect: str, body: dict[str, Any], session: str) -> bytes:
     """Raises `BadRequest`."""
     try:
-        return identity.content_of(dialect, body)
+        return identity.content_of(dialect, body, session)
     except (OverflowError, ValueError, RecursionError) as error:
         raise BadRequest(f"the body holds what cannot be passed on: {error}") from None
+
+
+def _check_size(data: bytes, values: int) -> None:
+    """Of what is JSON: that it holds few lists and objects, and at most `values` values, apart from what stands in texts. Takes a small
+    part of the time in which it would be parsed. Raises `BadRequest`.
+    """
+    if _containers(data) > MAX_CONTAINERS or data.count(b",") > values:
+        bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+        texts = bare.count(b'"') // 2  # each of them is a value, or a value's name
+        outside = b"" if texts > 2 * values else b"".join(bare.split(b'"')[::2])
+        if _containers(outside) > MAX_CONTAINERS:
+            raise BadRequest(f"the body holds over {MAX_CONTAINERS:,} lists and objects")
+        if texts > 2 * values or outside.count(b",") > values:
+            raise BadRequest(f"the body holds over {values:,} values")
+
+
+def _containers(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
+def _check_answer(data: bytes) -> None:
+    """Raises `BadRequest`. Of one that holds very many lists and objects none is made."""
+    many = _containers(data) > MAX_CONTAINERS
+    try:
+        if many:
+            data.decode()
+        msgspec.json.decode(data, type=msgspec.Raw if many else Any)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise BadRequest(f"the answer is no JSON: {error}") from None
+
+
+def _understood(
+    dialect: str,
+    parse: Callable[[Any, int, str], T],
+    data: bytes,
+    vocabulary: int,
+    context_length: int,
+    name: str,
+    session: str,
+) -> tuple[bytes, T]:
+    """(hash of what is asked for, the request). Raises `BadRequest`."""
+    _check_size(data, context_length + MAX_VALUES)
+    body = _parsed(data)
+    return _content(dialect, body, session), parse(body, vocabulary, name)
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -618,6 +762,8 @@ def _refusing(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except BadRequest as error:
+            if error.status in (401, 429):
+                await asyncio.sleep(REFUSED_S)
             headers = {"connection": "close"} if error.status in (408, 413) else {}
             headers |= {"retry-after": "1"} if error.status in (429, 503) else {}
             body = dialects.error_body(error.message, error.kind, error.status)
@@ -766,11 +912,9 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
         raw=options.logprobs == "raw_logprobs",
         policies=frozenset(config.other_policies),
     )
-    family = sockets.AF_INET6 if ":" in options.host else sockets.AF_INET
-    with sockets.socket(family, sockets.SOCK_STREAM) as listening:
-        listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        listening.bind((options.host, options.port))
-        listening.listen(1024)  # before it is announced: who comes early waits
+    with listening_socket(
+        options.host, options.port
+    ) as listening:  # before it is announced: who comes early waits
         port = listening.getsockname()[1]
         scheme = "http" if options.tls_certificate is None else "https"
         endpoint = f"{scheme}://{_reachable(options.host)}:{port}"

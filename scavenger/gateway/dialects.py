@@ -62,6 +62,7 @@ _HARMLESS = frozenset(
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "token_offsets",
+        "routed_experts_prompt_start",
         "return_token_ids",
         "stream",
         "stream_options",
@@ -73,6 +74,8 @@ _HARMLESS = frozenset(
 
 #: Of one conversation.
 MAX_MESSAGES = 4096
+#: Of a request's name, and of a model's, which may be a path. Both are in each event of a stream.
+MAX_NAME_CHARS, MAX_MODEL_CHARS = 256, 1024
 
 
 class BadRequest(Exception):
@@ -200,6 +203,11 @@ def _sampling(
     if len(stops) > 64 or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stops):
         raise BadRequest("stop: at most 64 texts of 1 to 256 characters")
     options = _Fields(outer.take("stream_options", dict, {}), "stream_options")
+    model = outer.take("model", str, "")
+    if len(model) > MAX_MODEL_CHARS or len(name) > MAX_NAME_CHARS:
+        raise BadRequest(
+            f"model has at most {MAX_MODEL_CHARS:,} characters, and a request's name {MAX_NAME_CHARS}"
+        )
     stop_ids = fields.take("stop_token_ids", list, [])
     if len(stop_ids) > 512:
         raise BadRequest("stop_token_ids: at most 512")
@@ -219,7 +227,7 @@ def _sampling(
         include_usage=options.take("include_usage", bool, False),
         return_token_ids=outer.take("return_token_ids", bool, False),
         skip_special_tokens=fields.take("skip_special_tokens", bool, True),
-        model=outer.take("model", str, ""),
+        model=model,
         name=name,
     )
 
@@ -335,7 +343,7 @@ def loads(text: str) -> Any:
     """A JSON value that a model or an agent wrote, halves of surrogate pairs as "?". Raises `ValueError`, also for what JSON has no form
     for: infinities, integers beyond 64 bits, nesting without end."""
     try:
-        found = json.loads(text, parse_constant=_refuse_number, parse_int=_integer)
+        found = json.loads(text, parse_constant=_refuse_number, parse_int=_integer, parse_float=_finite)
         again = json.dumps(found, ensure_ascii=False)
     except RecursionError:
         raise ValueError("nested too deep") from None
@@ -350,6 +358,11 @@ def passable(text: str) -> str:
 
 def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    return found if math.isfinite(found) else _refuse_number(text)
 
 
 def _integer(text: str) -> int:

@@ -99,11 +99,14 @@ def is_admin(secret: bytes, key: str) -> bool:
 PRESENTATION = frozenset({"stream", "stream_options", "request_id", "user", "metadata", "return_token_ids"})
 
 
-def content_of(dialect: str, body: dict[str, Any]) -> bytes:
-    """Hash of what a request asks for: equal for one that is repeated, streamed or not."""
+def content_of(dialect: str, body: dict[str, Any], session: str = "") -> bytes:
+    """Hash of what a request asks for: equal for one that is repeated, streamed or not. `session`: of several that one client has, the one
+    that asks.
+    """
     asked = {key: value for key, value in body.items() if key not in PRESENTATION and value is not None}
     encoded = msgspec.json.encode(asked, order="deterministic")
-    return sha256(dialect.encode() + b"\0" + encoded).digest()
+    whose = b"\0session\0" + session.encode() if session else b""
+    return sha256(dialect.encode() + b"\0" + encoded + whose).digest()
 
 
 def request_of(episode: str, name: str, content: bytes, policy: str = "") -> bytes:

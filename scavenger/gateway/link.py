@@ -43,6 +43,7 @@ DENIED = {
     "ended": (410, "invalid_request_error"),
     "full": (429, "rate_limit_error"),
     "not-owner": (403, "permission_error"),
+    "budget": (400, messages.BUDGET_SPENT),  # no client asks again after this status
 }
 
 
@@ -172,6 +173,8 @@ class Link:
         self._timeout = ClientTimeout(time.monotonic())
         self._next_id = 1
         self._calls: dict[int, TurnStream | asyncio.Future[messages.ReplyBody] | None] = {}
+        self._told = ""  # the reason of the last refusal that nobody waited for
+        self._known = False  # the daemon has taken a call: the run is open
         self._turns: dict[bytes, TurnStream] = {}
         self._asked: dict[Repeated, asyncio.Future[messages.ReplyBody]] = {}
         self.connected = False
@@ -344,8 +347,16 @@ class Link:
                 caller.refuse(_refusal(body))
         elif caller is not None and not caller.done():
             caller.set_result(body)
-        elif isinstance(body, messages.Denied):
-            log.warning("the daemon refused a call", cause=body.reason, remedy=body.remedy)
+        elif not isinstance(body, messages.Denied):
+            self._told, self._known = "", True
+        elif body.reason != self._told:  # the ping of each second
+            self._told = body.reason
+            if (
+                body.code == "unknown-run" and not self._known
+            ):  # a gateway starts before its training job opens the run
+                log.info("waiting until the training job opens the run", run=self._run)
+            else:
+                log.warning("the daemon refused a call", cause=body.reason, remedy=body.remedy)
 
     def _ask(self, turn: TurnStream) -> None:
         turn.asked_at = time.monotonic()

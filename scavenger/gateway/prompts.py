@@ -33,6 +33,8 @@ from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall, loads
 #: Of kept conversations, 4 bytes a token; and the share of them that one episode may have.
 MOST_KEPT_BYTES = 256 * 1024 * 1024
 EPISODE_SHARE = 8
+#: So few are decoded within a millisecond.
+FEW_TOKENS = 1024
 
 
 class ModelFolder:
@@ -74,11 +76,17 @@ class ModelFolder:
         except Exception as error:  # a template is code that came with the model
             raise BadRequest(f"the model's chat template raised {type(error).__name__}: {error}") from error
 
+    # Of the tokenizer's calls those for one text stop all threads of this process meanwhile, a second and more for a long one.
+
     def tokens(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        [found] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
 
     def text(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        if len(tokens) <= FEW_TOKENS:
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        [found] = self.tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
+        return str(found)
 
     def token(self, token: int) -> str:
         """One token's text; of a special one its name."""

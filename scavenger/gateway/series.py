@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: Calls of an episode after which the next one begins, and how many episodes are kept for calls that are repeated.
-CALLS, KEPT = 2048, 2
+CALLS, EPISODES_KEPT = 2048, 2
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Series:
     def leave(self, episode: str) -> list[str]:
         """A call of the episode is over. Returns the episodes that no call is in and that are not kept: they are forgotten here."""
         self._open[episode].running -= 1
-        over = [name for name in list(self._open)[:-KEPT] if not self._open[name].running]
+        over = [name for name in list(self._open)[:-EPISODES_KEPT] if not self._open[name].running]
         for name in over:
             del self._open[name]
         return over

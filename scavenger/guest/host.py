@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -207,7 +208,9 @@ class GuestHost:
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
         self._options, self._clock, self._say = options, clock, say
-        self._stop = threading.Event()
+        self._stopped = False
+        #: An Event would hold its lock where a signal comes while it is waited for, and the handler would wait for that lock for ever.
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._engine: EngineProcess | None = None
         self._budget = 0
         self._cut_at: float | None = None  # of a cut whose memory is not free yet
@@ -217,7 +220,8 @@ class GuestHost:
         self.report = GuestReport()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopped = True
+        self._wake.put(None)
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -236,7 +240,7 @@ class GuestHost:
         options = self._options
         state = serving.begin(options.rules, began)
         seen, refused = False, 0
-        while not self._stop.is_set():
+        while not self._stopped:
             due = self._clock() + options.poll_s
             view = None
             try:
@@ -246,6 +250,8 @@ class GuestHost:
                     self._clock(), reading, self._engine.take_peak() if self._engine is not None else 0
                 )
                 read = True
+                if view is None:
+                    state = serving.first_read(state, self._clock())
             except ServiceGone:
                 read, refused = False, refused + 1
                 if seen and refused >= 2:
@@ -269,7 +275,8 @@ class GuestHost:
             code = self._look(now)
             if code is not None:
                 return code
-            self._stop.wait(max(0.0, due - self._clock()))
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=max(0.0, due - self._clock()))
         return 0
 
     def _count(self, decision: ServingDecision) -> None:

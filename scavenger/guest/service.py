@@ -100,8 +100,14 @@ class Window:
     _readings: deque[tuple[float, ServiceReading, int]] = field(default_factory=deque)
 
     def view(self, now: float, reading: ServiceReading, peak: int) -> ServiceView | None:
-        """What is known now; None with the first reading, which has nothing to be compared with. `peak`: samples since the last one."""
+        """What is known now; None with the first reading, which has nothing to be compared with. `peak`: samples since the last one.
+
+        A reading is the first one too when the last is older than the window: this process was stopped, or the service could not be read.
+        What was counted meanwhile is not of the window.
+        """
         kept = self._readings
+        if kept and now - kept[-1][0] > self.window_s:
+            kept.clear()
         kept.append((now, reading, peak))
         while len(kept) > 2 and kept[1][0] <= now - self.window_s:
             kept.popleft()

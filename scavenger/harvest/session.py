@@ -312,6 +312,11 @@ class HarvestSession:
             return ENVIRONMENT, self.environments
         return "harvest", self.tracker
 
+    @property
+    def owners(self) -> Mapping[int, str]:
+        """By run: whose it is, of those that asked for engines since the daemon began."""
+        return self._owners
+
     def _waiting(self, demand: Sequence[Demand], now: float) -> tuple[tuple[int, float], ...]:
         """Since when each run has wanted engines while none of its own ran."""
         serve = {

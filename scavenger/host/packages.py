@@ -1,4 +1,4 @@
-"""Packages that training imports and this Python may lack: that of a bare wheel or of the Debian package has the daemon's alone.
+"""Packages that this Python may lack: that of a bare wheel or of the Debian package has the daemon's alone.
 
 Owns which they are, and what a command says that needs them. Imports none of them.
 """
@@ -15,6 +15,23 @@ TRAINS = ("torch", "transformers")
 INSTALL = (
     "pip install -c constraints.txt 'WHEEL[trainer,math]', of a clone '.[trainer,math]' (docs/install.md)"
 )
+
+#: What answers agents over HTTP: the extra `gateway`.
+GATEWAY = ("starlette", "uvicorn")
+
+
+def extra(name: str) -> str:
+    """How one of this package's extras is added to a Python that has the package, whether of a wheel or of a clone."""
+    return f"pip install -c constraints.txt 'WHEEL[{name}]', of a clone '.[{name}]' (docs/install.md)"
+
+
+def require_gateway(what: str) -> None:
+    """Raises `ConfigError` where this Python cannot run a gateway. `what`: calls one, such as "agents call a gateway"."""
+    if missing := [name for name in GATEWAY if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"{what}, and this Python ({sys.executable}) has no {' and no '.join(missing)}",
+            f"add the extra gateway to it: {extra('gateway')}",
+        )
 
 
 def lacking() -> list[str]:

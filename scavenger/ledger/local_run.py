@@ -10,8 +10,10 @@ Boundary: the one way for a trainer's process to a ledger; it knows no engine an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,20 +42,45 @@ from scavenger.weights.manifest import Manifest
 CONFIG, NAME = "scavenger.toml", "ledger.sqlite3"
 #: Where it lies instead where the run's folder is on a network file system, which SQLite cannot use.
 ELSEWHERE = Path("/var/tmp")
+REMEDY = "remove it, or let its owner do so; or set run.out_dir to a local disk"
 #: A step's records are written within so many seconds, or later, beside the next step.
 WAIT_S = 30.0
 LEFT_OPEN = "the attempt that generated it ended"
+#: Of a try that neither finished nor failed: Ctrl-C, a signal.
+TOLD_TO_END = "its process was told to end; the same command goes on"
 
 
 def _url(folder: Path) -> str:
     """Raises `LedgerError` where no ledger can lie here."""
     try:
         store.refuse_network_file_system(folder)
-        path = folder / NAME
+        path = (folder / NAME).resolve()
     except LedgerRefused:
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        path = ELSEWHERE / f"scavenger-{os.geteuid()}" / digest / NAME
-    return f"sqlite:///{path.resolve()}"
+        path = _own(_own(ELSEWHERE / f"scavenger-{os.geteuid()}") / digest) / NAME  # no link is followed here
+    return f"sqlite:///{path}"
+
+
+def _own(folder: Path) -> Path:
+    """`folder`, made if it is missing. Its name can be guessed, and everybody may write around it: raises `LedgerError` unless it is a
+    folder of this user into which nobody else can put anything."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        seen = folder.lstat()
+    except OSError as error:
+        raise LedgerError(f"{folder} cannot be used for a ledger: {error.strerror}", REMEDY) from error
+    if not stat.S_ISDIR(seen.st_mode):
+        raise LedgerError(f"{folder} is a link or a file, so no ledger is put there", REMEDY)
+    if seen.st_uid != os.geteuid():
+        raise LedgerError(
+            f"{folder} belongs to another user (uid {seen.st_uid}), so no ledger is put there", REMEDY
+        )
+    if seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LedgerError(
+            f"{folder} can be written by others, so no ledger is put there", f"chmod go-w {folder}"
+        )
+    return folder
 
 
 class LocalLedger:
@@ -83,6 +110,7 @@ class LocalLedger:
         self._ticket = 0
         self._open: dict[int, r.GroupCreated] = {}  # groups that no step has taken, by id
         self._finished: dict[int, int] = {}  # their finished samples: accepted tokens, by id
+        self._over = False
         snapshot = reader.read_snapshot(self._writer.engine)
         known = reader.run_by_name(self._writer.engine, run)
         self._group, self._sample = snapshot.next_group_id, snapshot.next_sample_id
@@ -266,6 +294,7 @@ class LocalLedger:
         self._leave()
         if state == "finished":  # with fewer steps than an earlier attempt had begun
             self._write(self._left_over())
+        self._over = True
         self._write([r.RunEnded(self._run, state, reason, self._clock())], wait=True)
 
     def _left_over(self) -> list[r.Record]:
@@ -277,8 +306,9 @@ class LocalLedger:
         return [r.SampleEnded(sample, "surplus", why, 0, 0, reward, None, at) for sample, reward in found]
 
     def close(self) -> None:
-        """Nothing more comes; without `ended` the run can be gone on with."""
-        self._leave()
+        """Nothing more comes. Without `ended` the try was stopped: no daemon waits for it, and the next attempt opens it again."""
+        if not self._over:
+            self.ended("stopped", TOLD_TO_END)
         if self._writer is not None and not self._writer.close():
             self._say(f"{self._folder / NAME} lacks the last of this try: {self._writer.reason}")
         self._writer = None

@@ -294,6 +294,13 @@ class TurnBegun(Record, frozen=True):
     at: float
 
 
+class TurnRewarded(Record, frozen=True):
+    """The environment says which part of its episode's reward this turn earned."""
+
+    group_id: int
+    reward: float
+
+
 class TurnSampleFinished(Record, frozen=True):
     """A turn's sample is complete. `sha256`: of the tokens of its prompt and completion, which a later turn may begin with."""
 
@@ -689,6 +696,7 @@ class EpisodeState(msgspec.Struct, frozen=True):
     run_id: int
     name: str
     state: str
+    begun_at: float
     delivered: bool = False  # its turns, to its run's trainer
 
 

@@ -253,7 +253,9 @@ samples = Table(
     _int("worker_id", "Derived: the engine of the newest lease; 0 for never leased."),
     _int("regenerated", "Derived: tokens that had to be generated again, over all its leases."),
     Column("reward", Double, nullable=True, doc="Its reward; null for none."),
-    Column("advantage", Double, nullable=True, doc="Its advantage; null for none."),
+    Column(
+        "advantage", Double, nullable=True, doc="Its advantage, of a rewarded turn the turn's; null for none."
+    ),
     _int("ended_step", "The step that took it; 0 for none."),
     _int("ended_attempt", "The attempt of that step; 0 for none."),
     _maybe_time("finished_at", "When its last token was accepted."),
@@ -405,6 +407,13 @@ turns = Table(
     _int("prefix_len", "For how many tokens."),
     _int("prompt_tokens", "Tokens of the whole prompt."),
     _bytes("prompt_sha256", "SHA-256 of the whole prompt's tokens; empty once they are purged."),
+    Column(
+        "reward",
+        Double,
+        nullable=True,
+        doc="Which part of the episode's reward (`samples.reward`) it earned; null where its environment does not reward turns, and in "
+        "rows of before revision 0005.",
+    ),
     Index("ix_turns_episode", "episode_id"),
     **_row("one turn of an episode: what its group in `groups` adds to an earlier turn"),
 )

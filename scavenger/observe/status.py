@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -62,12 +63,28 @@ def counted(jobs: Sequence[OurJob]) -> JobCounts:
     )
 
 
+def of_owners(jobs: Sequence[OurJob]) -> tuple[OwnerGpus, ...]:
+    """Who has how much of what our jobs hold, the most first, `OWNERS_SHOWN` at most; empty where it is one owner's. Pure.
+
+    A run that has not asked for engines since the daemon began has no known owner (""): its jobs are counted for nobody.
+    """
+    holding = [job for job in jobs if not job.waits and job.owner]
+    gpus = Counter[str]()
+    for job in holding:
+        gpus[job.owner] += job.gpus
+    engines = Counter(job.owner for job in holding)
+    found = [
+        OwnerGpus(owner, engines[owner], gpus[owner]) for owner in sorted(gpus, key=lambda o: (-gpus[o], o))
+    ]
+    return tuple(found[:OWNERS_SHOWN]) if len(found) > 1 else ()
+
+
 def take(harvester: Harvester | None, now: float) -> Harvest | None:
     """None where the daemon harvests nothing (`harvest.enabled = false`)."""
     if harvester is None:
         return None
     partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
-    jobs = harvester.tracker.jobs({})
+    jobs = harvester.tracker.jobs({}, harvester.session.owners)
     ours = counted(jobs)
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
@@ -96,6 +113,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         nodes=nodes,
         public=stop_state.concluded_public,
         drained=len(stop_state.drained_nodes),
+        owners=of_owners(jobs),
         closed=closed_nodes(
             quarantined, stop_state.drained_nodes, {one.name for one in nodes} if view else None
         ),
@@ -131,6 +149,8 @@ FILE = "status.json"
 WRITE_S = 10.0
 #: Of nodes that get no engine: `scavenger ledger report bad_nodes` and `scavenger top` have all.
 CLOSED_SHOWN = 8
+#: Of owners that share what is harvested: the ledger's `v_allocation_runs` has all.
+OWNERS_SHOWN = 16
 LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
@@ -139,6 +159,14 @@ LINK_S = 15.0
 BLIND = "nothing is harvested, as some users of the partition might not be able to preempt us."
 CANNOT_SEE_JOBS = "engines leave for jobs that are not seen only when Slurm preempts them."
 SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
+
+
+class OwnerGpus(msgspec.Struct, frozen=True):
+    """What the runs of one owner hold: engines, and their GPUs."""
+
+    owner: str
+    engines: int
+    gpus: int
 
 
 class Harvest(msgspec.Struct, frozen=True):
@@ -174,6 +202,7 @@ class Harvest(msgspec.Struct, frozen=True):
     public: str = ""  # `concluded` without names of runs, owners, jobs and nodes
     drained: int = 0  # nodes that `scavenger drain --node` names
     closed: tuple[str, ...] = ()  # of the nodes that are drained so or quarantined, `CLOSED_SHOWN` at most
+    owners: tuple[OwnerGpus, ...] = ()  # of `engines`, by `of_owners`
 
 
 class ClusterNow(msgspec.Struct, frozen=True):
@@ -419,6 +448,9 @@ def harvested(h: Harvest | None, at: float, now: float, gone: str) -> list[str]:
             + f"connected {since}: {amount(h.connected, 'engine')} on {amount(h.connected_gpus, 'GPU')}"
         )
     said = [f"harvest   partition {h.partition}: {held}{draining}, {queue}"]
+    if h.owners:
+        shares_of = ", ".join(f"{one.owner} {one.engines} on {amount(one.gpus, 'GPU')}" for one in h.owners)
+        said.append(f"owners    {shares_of}")
     if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:

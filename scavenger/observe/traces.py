@@ -4,7 +4,9 @@
       sample                     from its group's creation to its last token
         lease                    from the grant to its end: engine, node, job, tokens
 
-Ids are hashes of the ledger's: whoever exports a step again, or knows a sample's id, has the same trace. Times are the ledger's.
+Ids are hashes of the ledger's: whoever exports a step again has the same trace. A step that a later attempt generated again is another
+one, and has none of what only the earlier attempt generated. An agent's turn is a sample of the step that was under way when it was
+asked for. Times are the ledger's.
 
 Boundary: what a span is; `otlp` sends them.
 """
@@ -15,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import sqlalchemy as sa
@@ -23,10 +26,11 @@ from scavenger.errors import LedgerError
 
 Row = Mapping[str, Any]
 Value = str | int | float | bool
-#: Samples of one step that are exported (and four times as many leases), and metrics.
+#: Samples of one step that are exported (and four times as many leases), and metrics. The step's span says what is cut: `CUT`.
 MOST_SAMPLES = 50_000
 MOST_TEXT = 256
 MOST_METRICS = 500
+CUT = "scavenger.cut"
 
 _RUN = """
 SELECT r.run_id, r.name, (SELECT g.timeline FROM v_generations g ORDER BY g.generation DESC LIMIT 1) AS timeline
@@ -36,17 +40,21 @@ SELECT step FROM v_steps WHERE run_id = :run_id AND purpose = 'train' AND rewoun
 _STEP = """
 SELECT step, attempt, version, metrics, committed_at FROM v_steps
 WHERE run_id = :run_id AND purpose = 'train' AND rewound_by IS NULL AND step = :step"""
-_SAMPLES = """
+#: What the attempt took, or had generated: an earlier attempt's sample that it did not take is no part of its step.
+_OF_ATTEMPT = """
+g.run_id = :run_id AND g.purpose IN ('train', 'turn') AND g.step = :step AND (s.ended_attempt = :attempt OR g.created_at >=
+  (SELECT a.started_at FROM v_attempts a WHERE a.run_id = :run_id AND a.attempt = :attempt))"""
+_SAMPLES = f"""
 SELECT s.sample_id, s.group_id, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.regenerated, s.reward, s.advantage,
-       g.created_at, s.finished_at, s.ended_at, g.version, g.prompt_tokens
+       g.created_at, s.finished_at, s.ended_at, g.version, g.prompt_tokens, g.purpose
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
-WHERE g.run_id = :run_id AND g.purpose = 'train' AND g.step = :step ORDER BY s.sample_id LIMIT :most"""
-_LEASES = """
+WHERE {_OF_ATTEMPT} ORDER BY s.sample_id LIMIT :most"""
+_LEASES = f"""
 SELECT l.sample_id, l.epoch, l.worker_id, l.version, l.start_len, l.end_len, l.regenerated, l.reason, l.granted_at, l.ended_at,
        w.kind, w.node, w.job_id
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id
 LEFT JOIN v_workers w ON w.worker_id = l.worker_id
-WHERE g.run_id = :run_id AND g.purpose = 'train' AND g.step = :step ORDER BY l.sample_id, l.epoch LIMIT :most"""
+WHERE {_OF_ATTEMPT} ORDER BY l.sample_id, l.epoch LIMIT :most"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,9 @@ class TracedRun:
     timeline: str
 
 
-def trace_id(run: TracedRun, step: int) -> bytes:
-    return hashlib.sha256(f"{run.timeline} run {run.run_id} step {step}".encode()).digest()[:16]
+def trace_id(run: TracedRun, step: int, attempt: int) -> bytes:
+    text = f"{run.timeline} run {run.run_id} step {step} attempt {attempt}"
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def span_id(*parts: str | int) -> bytes:
@@ -101,24 +110,37 @@ def read(connection: sa.Connection, run: TracedRun, step: int) -> list[Span]:
     found = connection.execute(sa.text(_STEP), which).mappings().first()
     if found is None:
         raise LedgerError(f"step {step} of run {run.name[:MOST_TEXT]!r} is not committed", "name one that is")
-    samples = connection.execute(sa.text(_SAMPLES), {**which, "most": MOST_SAMPLES}).mappings().all()
-    leases = connection.execute(sa.text(_LEASES), {**which, "most": 4 * MOST_SAMPLES}).mappings().all()
+    which["attempt"] = found["attempt"]
+    # One more of each than is exported: what is cut must be known.
+    samples = connection.execute(sa.text(_SAMPLES), {**which, "most": MOST_SAMPLES + 1}).mappings().all()
+    leases = connection.execute(sa.text(_LEASES), {**which, "most": 4 * MOST_SAMPLES + 1}).mappings().all()
     return list(spans(run, dict(found), [dict(row) for row in samples], [dict(row) for row in leases]))
 
 
 def spans(
     run: TracedRun, step: Row, samples: list[dict[str, Any]], leases: list[dict[str, Any]]
 ) -> Iterator[Span]:
-    """Root first, then each sample before its leases."""
-    trace, root = trace_id(run, step["step"]), span_id("step", run.run_id, step["step"])
+    """Root first, then each sample before its leases. What is beyond the limits is left out, and the root names it."""
+    metrics = _metrics(step["metrics"])
+    counts = (len(samples), MOST_SAMPLES), (len(leases), 4 * MOST_SAMPLES), (len(metrics), MOST_METRICS)
+    cut = [
+        f"{what} beyond {most}"
+        for what, (n, most) in zip(("samples", "leases", "metrics"), counts, strict=True)
+        if n > most
+    ]
+    samples, leases = samples[:MOST_SAMPLES], leases[: 4 * MOST_SAMPLES]
+    number, attempt = step["step"], step["attempt"]
+    trace, root = trace_id(run, number, attempt), span_id("step", run.run_id, number, attempt)
     end = float(step["committed_at"])
     begin = min([float(row["created_at"]) for row in samples], default=end)
     attributes: dict[str, Value] = {"scavenger.run": run.name[:MOST_TEXT], "scavenger.run_id": run.run_id}
     attributes |= {f"scavenger.{name}": step[name] for name in ("step", "attempt", "version")}
     attributes |= {
-        f"scavenger.metric.{name[:64]}": value for name, value in _metrics(step["metrics"]).items()
+        f"scavenger.metric.{name[:64]}": value for name, value in islice(metrics.items(), MOST_METRICS)
     }
-    yield Span(trace, root, b"", f"step {step['step']}", min(begin, end), end, attributes)
+    if cut:
+        attributes[CUT] = ", ".join(cut)
+    yield Span(trace, root, b"", f"step {number}", min(begin, end), end, attributes)
     by_sample: dict[int, list[dict[str, Any]]] = {}
     for row in leases:
         by_sample.setdefault(row["sample_id"], []).append(row)
@@ -145,7 +167,7 @@ def spans(
                     "reward",
                     "advantage",
                 ),
-                ("version", "prompt_tokens"),
+                ("version", "prompt_tokens", "purpose"),
             ),
             row["reason"] if row["state"] in ("poisoned", "masked") else "",
         )
@@ -189,7 +211,7 @@ def _metrics(text: str) -> dict[str, float]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    items = list(found.items())[:MOST_METRICS] if isinstance(found, dict) else []
+    items = found.items() if isinstance(found, dict) else ()
     return {
         str(name): float(value)
         for name, value in items

@@ -29,6 +29,8 @@ PRIOR_PREFILL_S = 2e-5
 PRIOR_COMPLETION = 256.0
 #: A prefill is measured from so many tokens on.
 LEAST_TOKENS = 256
+#: What was known of an engine's seconds a token weighs as much as so many completions.
+KNOWN = 3.0
 #: Weight of a measurement that is faster than what is known, and of one that is slower: what else the engine did is in the slow ones.
 FASTER, SLOWER = 0.3, 0.03
 
@@ -98,6 +100,15 @@ class Speeds:
         """A turn's sample ended with so many tokens."""
         self.completions += 1
         self.completion += max(0.05, 1 / self.completions) * (tokens - self.completion)
+
+    def paced(self, before_s: float, tokens: int, seconds: float, prefilled: int) -> float:
+        """An engine's seconds a token, of what was known (0: nothing) and of a lease that took `seconds` for so many tokens, for which
+        `prefilled` had to be prefilled."""
+        if tokens <= 0 or seconds <= 0:
+            return before_s
+        each = max(0.0, seconds - prefilled * self.prefill_s) / tokens
+        weight = tokens / (tokens + KNOWN * self.completion) if before_s else 1.0
+        return before_s + weight * (each - before_s)
 
 
 def place(waiting: Iterable[Waiting], engines: Iterable[Engine], speeds: Speeds) -> Iterator[Placed]:

@@ -198,11 +198,13 @@ def entitlements(bids: Sequence[Bid], gpus: float) -> dict[int, float]:
 
 def floor_of(bid: Bid, gpus: float, floor: float) -> int:
     """The fewest engines with which a run is at least `floor` times as fast as with all that so many GPUs are; of one of which nothing is
-    known, this part of them."""
+    known, this part of them rounded down, and one at least.
+
+    Rounded up, a run of large engines keeps what it had before anything was known: the others fared worse by it (docs/fleet.md)."""
     engines = min(bid.engines, int(gpus / bid.all_gpus + 1e-6))
     known = savings(bid.benefit, engines)
     if not known:
-        return int(floor * engines + 1e-6)
+        return max(int(floor * engines + 1e-6), min(engines, math.ceil(floor)))
     left = 1.0
     while engines and left * (1 - known[engines - 1]) >= floor:
         left *= 1 - known[engines - 1]
@@ -237,11 +239,15 @@ def divide(
     and takes GPUs of any engine that has run for `rules.hold_s`. Where these free no whole node for it, one is set aside until they do. So
     of k such runs each has an engine `wait_s + ceil(k / n) * hold_s` after it came to want one, n the engines of their size for which there
     are GPUs. (A run whose engines take several nodes is given idle GPUs only.)
+
+    An owner gains nothing by more runs: beyond its share a starved run takes its turn on engines of the owner's other runs, so n is
+    counted within that share, and is 1 at least.
     """
     deal = _Deal(bids, held, space, rules, most_engines, most_gpus)
     deal.trim()
     deal.rescue()
     deal.grant()
+    deal.take_turns()
     deal.move()
     return deal.result()
 
@@ -285,6 +291,7 @@ class _Deal:
     most_engines: int
     most_gpus: int | None
     runs: dict[int, _Run] = field(init=False)
+    share_of: dict[str, float] = field(init=False)  # GPUs that each owner is entitled to
     leaving: dict[str, str] = field(default_factory=dict)
     turns: list[int] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
@@ -294,8 +301,11 @@ class _Deal:
         held = sorted(self.held, key=lambda one: one.intent_id)
         count, running = Counter(one.run_id for one in held), Counter(one.run_id for one in held if one.node)
         gpus = float(sum(one.gpus for one in held if one.node) + self.space.gpus)
-        entitled = entitlements(self.bids, min(gpus, math.inf if self.most_gpus is None else self.most_gpus))
+        entitled = entitlements(self.bids, min(gpus, self._cap_in_gpus))
         self.held, weight = held, weights(self.bids)
+        self.share_of = dict.fromkeys((bid.owner for bid in self.bids), 0.0)
+        for bid in self.bids:
+            self.share_of[bid.owner] += entitled[bid.run_id]
         self.runs = {
             bid.run_id: _Run(
                 bid,
@@ -311,6 +321,12 @@ class _Deal:
         }
 
     # ---------------------------------------------------------------- caps
+
+    @property
+    def _cap_in_gpus(self) -> float:
+        """GPUs that no division can exceed. Of engines of several sizes `most_engines` may be the largest ones."""
+        largest = max((bid.all_gpus for bid in self.bids if bid.engines > 0), default=0)
+        return min(self.most_engines * largest, math.inf if self.most_gpus is None else self.most_gpus)
 
     @property
     def _engines(self) -> int:
@@ -333,12 +349,26 @@ class _Deal:
             least = min(givers, key=lambda run: (run.target <= run.floor, run.last, -run.bid.run_id))
             least.target -= 1
 
+    def _beyond_share(self, taker: _Run, given_up: int = 0) -> bool:
+        """Whether the owner of `taker`, which starves, would have more than its share with an engine of it, once its other runs gave up
+        so many GPUs. One engine is no owner's too many."""
+        others = sum(
+            run.target * run.bid.all_gpus
+            for run in self.runs.values()
+            if run.bid.owner == taker.bid.owner and run is not taker
+        )
+        left = others - given_up
+        return left > 0 and left + taker.bid.all_gpus > self.share_of[taker.bid.owner] + 1e-6
+
     # ---------------------------------------------------------------- claims
+
+    def _starves(self, run: _Run) -> bool:
+        return not run.running and not run.granted and run.bid.waited_s >= self.rules.wait_s
 
     def _claim(self, run: _Run) -> tuple[int, float, float, int]:
         """Sorts whose turn is next."""
         bid = run.bid
-        if not run.running and not run.granted and bid.waited_s >= self.rules.wait_s:
+        if self._starves(run) and not self._beyond_share(run):
             return _STARVED, -bid.waited_s, 0.0, bid.run_id
         if run.target < run.floor:
             return _BELOW_FLOOR, run.target / run.floor, -run.next, bid.run_id
@@ -371,6 +401,27 @@ class _Deal:
                 self._leave(losers, run, _STARVED)
             else:
                 self._set_aside(run)
+
+    def take_turns(self) -> None:
+        """Who has waited for too long, while its owner has its share: in place of the owner's other runs."""
+        waiting = [run for run in self.runs.values() if run.bid.n_nodes == 1 and self._starves(run)]
+        kept_for = set[str]()
+        for run in sorted(waiting, key=lambda run: (-run.bid.waited_s, run.bid.run_id)):
+            if not self._beyond_share(run):
+                continue  # `rescue` found nothing for it
+            if (losers := self._losers(run, _STARVED)) is not None:
+                self._leave(losers, run, _STARVED)
+            elif run.bid.owner not in kept_for and not self._beyond_share(run, self._yielding(run)):
+                kept_for.add(run.bid.owner)
+                self._set_aside(run)
+
+    def _yielding(self, taker: _Run) -> int:
+        """GPUs that the other runs of its owner could give up for it now."""
+        movable = self._movable(taker, _STARVED)
+        return sum(one.gpus for _, _, one in movable if self._same_owner(taker, one))
+
+    def _same_owner(self, taker: _Run, one: HeldEngine) -> bool:
+        return self.runs[one.run_id].bid.owner == taker.bid.owner
 
     def _grant(self, run: _Run) -> bool:
         """An engine on GPUs that no other has."""
@@ -422,7 +473,16 @@ class _Deal:
                 if nth < spare:
                     last = run.target - 1 - nth
                     found.append((last < run.floor, run.values[last], one))
-        return sorted(found, key=lambda item: (item[0], item[1], item[2].intent_id))
+        own_first = rank == _STARVED and self._beyond_share(taker)
+        return sorted(
+            found,
+            key=lambda item: (
+                own_first and not self._same_owner(taker, item[2]),
+                item[0],
+                item[1],
+                item[2].intent_id,
+            ),
+        )
 
     def _losers(self, taker: _Run, rank: int) -> list[HeldEngine] | None:
         """The engines that leave so that one of `taker` can start where it then has GPUs; None where none should."""
@@ -436,7 +496,7 @@ class _Deal:
                 if missing > 0 and one.node == node:
                     chosen.append(one)
                     missing -= one.gpus
-            if missing > 0 or not self._caps_allow(taker, chosen, movable):
+            if missing > 0 or not self._caps_allow(taker, rank, chosen, movable):
                 continue
             lost = sum(value[one.intent_id] * one.gpus for one in chosen)
             key = (any(one.intent_id in below for one in chosen), lost, node, chosen)
@@ -447,12 +507,19 @@ class _Deal:
         return best[3]
 
     def _caps_allow(
-        self, taker: _Run, chosen: list[HeldEngine], movable: Sequence[tuple[bool, float, HeldEngine]]
+        self,
+        taker: _Run,
+        rank: int,
+        chosen: list[HeldEngine],
+        movable: Sequence[tuple[bool, float, HeldEngine]],
     ) -> bool:
-        """Whether the caps do; more engines join `chosen`, wherever they run, until they do."""
+        """Whether the caps do, and the share of the owner where `taker` starves; more engines join `chosen` until they do."""
         more = (one for _, _, one in movable if one not in chosen)
         while not self._within_caps(
             taker.more - len(chosen), taker.more * taker.bid.gpus - sum(one.gpus for one in chosen)
+        ) or (
+            rank == _STARVED
+            and self._beyond_share(taker, sum(one.gpus for one in chosen if self._same_owner(taker, one)))
         ):
             one = next(more, None)
             if one is None:

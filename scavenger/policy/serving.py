@@ -157,7 +157,8 @@ CUTS = frozenset({Verdict.SLOW, Verdict.BURST, Verdict.SLOW_ALONE, Verdict.BLIND
 class ServingState:
     """What is remembered from one decision to the next. Times in the caller's seconds.
 
-    `ceiling`: the budget beyond which the service was slow, or `ServingRules.most`. `ceiling_at`: since when it is reached and held.
+    `read_at`: when the metrics were last read; until `was_read`, when the guest began. `ceiling`: the budget beyond which the service was
+    slow, or `ServingRules.most`. `ceiling_at`: since when it is reached and held.
     `steady_at`: since when there has been slack to raise by; None: there is none. `wait_at`: since when requests wait and none has begun.
     """
 
@@ -171,6 +172,7 @@ class ServingState:
     steady_at: float | None = None
     ceiling_at: float | None = None
     wait_at: float | None = None
+    was_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,12 @@ class ServingDecision:
 def begin(rules: ServingRules, now: float) -> ServingState:
     """Nothing is known yet: the engine sleeps."""
     return ServingState(budget=0, ceiling=rules.most, read_at=now, hold_s=rules.hold_s)
+
+
+def first_read(state: ServingState, now: float) -> ServingState:
+    """The service was read, and there is nothing to compare the reading with: the first one, or the first after a long pause. Nothing is
+    decided by it. How long requests wait counts from now, not from a reading before the pause."""
+    return replace(state, read_at=now, was_read=True, wait_at=None)
 
 
 def slacks(
@@ -219,7 +227,7 @@ def decide(
     waited_s = 0.0 if wait_at is None else now - wait_at
     prefill, decode = slacks(view, objective, waited_s)
     least = min(slack for slack in (prefill, decode) if slack is not None)
-    state = replace(state, read_at=now, wait_at=wait_at)
+    state = replace(state, read_at=now, was_read=True, wait_at=wait_at)
     inputs = _inputs(state, view, prefill, decode, waited_s)
     figures = _figures(view, objective, waited_s)
     if least <= 0 or _bursts(view, objective, rules):
@@ -238,10 +246,11 @@ def _bursts(view: ServiceView, objective: Objective, rules: ServingRules) -> boo
 def _unread(state: ServingState, rules: ServingRules, now: float) -> ServingDecision:
     silent_s = now - state.read_at
     inputs = {"silent_s": silent_s, "budget_before": float(state.budget)}
+    read = f"last read {silent_s:.1f} s ago" if state.was_read else f"not read yet, for {silent_s:.1f} s"
     if silent_s < rules.blind_s:
-        reason = f"the service's metrics were last read {silent_s:.1f} s ago; the budget stays {state.budget}"
+        reason = f"the service's metrics were {read}; the budget stays {state.budget}"
         return ServingDecision(replace(state, steady_at=None), Verdict.KEPT, reason, inputs)
-    reason = f"the service's metrics were last read {silent_s:.1f} s ago: nothing is known of its slack"
+    reason = f"the service's metrics were {read}: nothing is known of its slack"
     shut = replace(state, budget=0, steady_at=None, ceiling_at=None, wait_at=None)
     return ServingDecision(shut, Verdict.BLIND, reason, inputs)
 

@@ -7,6 +7,7 @@ of the run's own user and take any option that is not ours (`OWNED`). Knows no v
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -147,6 +148,16 @@ def fault_of_text(text: str, *, harvested: bool, allowed: Collection[str] = ()) 
     except ValueError as error:
         return f"engine.vllm: {error}", "run trainer, engines and daemon of one release"
     return fault(options, harvested=harvested, allowed=allowed)
+
+
+@functools.lru_cache(maxsize=64)
+def keeps_prefixes(engine: str, options: str) -> bool:
+    """Whether an engine of this name, with options as an `EngineSpec` carries them, finds the prefix of a later prompt in its KV cache. The
+    reference engine computes each prompt whole. Options that are none say nothing."""
+    try:
+        return engine == "vllm" and decode(options).get("enable_prefix_caching") is not False
+    except ValueError:
+        return False
 
 
 def _is_plain(value: Any) -> bool:

@@ -180,6 +180,8 @@ def absent_daemon(folder: Path) -> str:
     """What the user does where no daemon serves whose state directory, or public folder, is `folder`."""
     try:
         own = folder.stat().st_uid == os.getuid()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"there is no folder {folder}: name the site's public folder (daemon.public_dir), or the daemon's state directory"
     except OSError:
         own = True
     return "start it: `scavenger daemon`" if own else "ask the site's admin whether the daemon runs"

@@ -344,6 +344,8 @@ class Top(App[None]):
             lines = look()
         except ScavengerError as error:
             lines = [Text(f"{error.cause}\n{error.remedy}")]
+        except Exception as error:  # noqa: BLE001 - one thing that cannot be shown does not end the terminal
+            lines = [Text(clean(f"not shown: {type(error).__name__}: {error}"))]
         if self.is_running:
             self.call_from_thread(self.push_screen, Detail(lines))
 

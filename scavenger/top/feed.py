@@ -21,11 +21,11 @@ from rich.text import Text
 
 from scavenger.config import DaemonConfig
 from scavenger.daemon.ownership import process_there
-from scavenger.errors import ConfigError, DaemonUnavailable, LedgerError, ScavengerError
+from scavenger.errors import ConfigError, DaemonUnavailable, NotInLedger, ScavengerError
 from scavenger.harvest import limits as harvest_limits
 from scavenger.host.user import user_name
 from scavenger.ledger import queries
-from scavenger.ledger.read import contents
+from scavenger.ledger.read import contents, typed
 from scavenger.ledger.read.reader import connected
 from scavenger.observe import status
 from scavenger.printable import indented
@@ -318,12 +318,15 @@ def _ledger(connection: sa.Connection) -> LedgerFacts:
 
 
 def _rows(connection: sa.Connection, query: str, **parameters: Any) -> Sequence[Row]:
-    result = connection.execute(sa.text(queries.load(query)), parameters)
-    return [dict(row) for row in result.mappings()]
+    """Raises `LedgerError` where a value is of another type than its column."""
+    found = [dict(row) for row in connection.execute(sa.text(queries.load(query)), parameters).mappings()]
+    for row in found:
+        typed.require(row)
+    return found
 
 
 def _one(connection: sa.Connection, query: str, what: str, **parameters: Any) -> Row:
     found = _rows(connection, query, **parameters)
     if not found:
-        raise LedgerError(f"the ledger has no {what}", "it may have been purged")
+        raise NotInLedger(f"the ledger has no {what}", "it may have been purged")
     return found[0]

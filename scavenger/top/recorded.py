@@ -24,6 +24,8 @@ from scavenger.top.view import DaemonFacts, Inputs, LedgerFacts, Row
 RUN, PARTITION, HOST = "demo", "scavenge", "login1"
 GPUS, NODES = 8, 6
 STEP_S, STEP_SAMPLES = 24, 256
+#: An engine takes so many of a step's samples; the training job's own engines have the rest.
+SLOTS = 10
 #: The site has been at it for so long when it is first shown.
 BEFORE_S = 150
 _KEPT = 80  # rows of each kind
@@ -48,13 +50,13 @@ class _Engine:
 
 @dataclass(slots=True)
 class _Site:
-    """Seconds count from the start."""
+    """Seconds count from the start. `reserved`: samples of the training job's own engines."""
 
     other: list[int] = field(default_factory=lambda: [3, 0, 4, 2, 0, 8])
     drained: dict[int, str] = field(default_factory=dict)
     engines: list[_Engine] = field(default_factory=list)
     next_id: int = 1
-    next_sample: int = 1
+    reserved: list[int] = field(default_factory=list)
     departures: list[Row] = field(default_factory=list)
     moves: list[Row] = field(default_factory=list)
     decisions: list[Row] = field(default_factory=list)
@@ -70,6 +72,11 @@ def tokens_of(sample: int, at: int) -> int:
     return int(40 + 1500 * draw(sample, 7) * (0.2 + (at % STEP_S) / STEP_S))
 
 
+def ends_at(sample: int) -> int:
+    """The second of its step at which a sample is whole: few are long."""
+    return 4 + int((STEP_S - 6) * draw(sample, 8) ** 2)
+
+
 def play(until: int, origin: float, drained: dict[int, str] | None = None) -> Inputs:
     """The site `until` seconds after its start, which was at `origin` (Unix s). `drained`: nodes that the user drained, by number."""
     site = _Site(drained=drained or {})
@@ -80,6 +87,7 @@ def play(until: int, origin: float, drained: dict[int, str] | None = None) -> In
 
 def _second(site: _Site, second: int, origin: float) -> None:
     at = origin + second
+    _samples_of(site, second)
     if second and not second % STEP_S:
         step = second // STEP_S
         metrics = {
@@ -106,14 +114,25 @@ def _second(site: _Site, second: int, origin: float) -> None:
         if second % 3 == 0 and node not in site.drained and len(mine) < room - 1 and len(site.engines) < 20:
             engine = _Engine(site.next_id, node, second)
             site.next_id += 1
-            for _ in range(12):
-                engine.samples.append(site.next_sample)
-                site.next_sample += 1
+            engine.samples, site.reserved = site.reserved[:SLOTS], site.reserved[SLOTS:]
             site.engines.append(engine)
             why = f"{room} GPUs idle on {name(node)}, 1 more engine is wanted by {RUN}"
             _decided(site, at, "submit", "wanted", name(node), why)
     site.departures, site.moves = site.departures[:_KEPT], site.moves[:_KEPT]
     site.decisions, site.steps = site.decisions[:_KEPT], site.steps[:20]
+
+
+def _samples_of(site: _Site, second: int) -> None:
+    """A step's samples are dealt out at its beginning, and each leaves when it is whole."""
+    step, into = divmod(second, STEP_S)
+    if not into:
+        site.reserved = [step * STEP_SAMPLES + number for number in range(1, STEP_SAMPLES + 1)]
+        for engine in site.engines:
+            engine.samples, site.reserved = site.reserved[:SLOTS], site.reserved[SLOTS:]
+        return
+    site.reserved = [sample for sample in site.reserved if ends_at(sample) > into]
+    for engine in site.engines:
+        engine.samples = [sample for sample in engine.samples if ends_at(sample) > into]
 
 
 def _leaves(site: _Site, engine: _Engine, second: int, at: float, *, drained: bool) -> None:
@@ -123,8 +142,7 @@ def _leaves(site: _Site, engine: _Engine, second: int, at: float, *, drained: bo
         length = tokens_of(sample, second)
         kept += length
         to = others[(engine.id + place) % len(others)] if others else None
-        if to is not None:
-            to.samples.append(sample)
+        (to.samples if to is not None else site.reserved).append(sample)
         site.moves.insert(
             0,
             {
@@ -133,7 +151,7 @@ def _leaves(site: _Site, engine: _Engine, second: int, at: float, *, drained: bo
                 "state": "open",
                 "from_worker": engine.id,
                 "reason": "preempted" if not drained else "drained",
-                "kept": length,
+                "kept_len": length,
                 "regenerated": 0,
                 "at": at,
                 "to_worker": to.id if to is not None else 0,
@@ -206,7 +224,7 @@ def _inputs(site: _Site, until: int, origin: float) -> Inputs:
         else f"{idle} GPUs idle, headroom {NODES}; quarantined: gpu07"
     )
     phase = "seed" if into < 6 else "train" if into < STEP_S - 3 else "finish"
-    left = STEP_SAMPLES - STEP_SAMPLES * into // STEP_S
+    left = len(site.reserved) + sum(len(engine.samples) for engine in site.engines)
     run = RunNow(
         RUN,
         "train",
@@ -264,7 +282,14 @@ def _inputs(site: _Site, until: int, origin: float) -> Inputs:
     ]
     samples.sort(key=lambda one: (-int(str(one["moves"])), -int(str(one["accepted_len"]))))
     ledger = LedgerFacts(
-        now, [row], {1: site.steps}, (), site.departures, {1: site.moves}, {1: samples[:200]}, site.decisions
+        now,
+        [row],
+        {1: list(site.steps)},
+        (),
+        list(site.departures),
+        {1: list(site.moves)},
+        {1: samples[:200]},
+        list(site.decisions),
     )
     return Inputs(now, daemon, "", ledger)
 
@@ -290,22 +315,26 @@ def _engine(engine: _Engine, until: int, origin: float, step: int) -> EngineNow:
 
 
 class RecordedFeed:
-    """The site as a feed. `clock`: Unix seconds; it began `BEFORE_S` before the first reading."""
+    """The site as a feed. `clock`: Unix seconds; it began `BEFORE_S` before the first reading. Each second is played once."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._origin = clock() - BEFORE_S
-        self._drained: dict[int, str] = {}
+        self._site, self._played = _Site(), -1
 
     def read(self) -> Inputs:
-        return play(max(0, int(self._clock() - self._origin)), self._origin, dict(self._drained))
+        now = max(self._played, int(self._clock() - self._origin))
+        for second in range(self._played + 1, now + 1):
+            _second(self._site, second, self._origin)
+        self._played = now
+        return _inputs(self._site, now, self._origin)
 
     def sample(self, sample_id: int) -> list[Text]:
         ledger = self.read().ledger
         assert ledger is not None
         found = [row for row in ledger.samples[1] if row["sample_id"] == sample_id]
         went = [
-            f"left engine {row['from_worker']} with {row['kept']:,} tokens for engine {row['to_worker']}"
+            f"left engine {row['from_worker']} with {row['kept_len']:,} tokens for engine {row['to_worker']}"
             for row in ledger.moves[1]
             if row["sample_id"] == sample_id
         ]
@@ -341,7 +370,7 @@ class RecordedFeed:
         chosen = [number for number in range(NODES) if node in ("", name(number))]
         for number in chosen:
             if off:
-                self._drained.pop(number, None)
+                self._site.drained.pop(number, None)
             else:
-                self._drained[number] = f"{name(number)} is drained by scavenger top --demo"
+                self._site.drained[number] = f"{name(number)} is drained by scavenger top --demo"
         return f"{'undrained' if off else 'drains'} {', '.join(map(name, chosen)) or 'nothing'} (of the demo)"

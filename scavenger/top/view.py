@@ -577,7 +577,7 @@ def _move(row: Row, run: str) -> EventView:
         went = f"is {row['state']}"
     again = f", {row['regenerated']:,} to generate again" if row["regenerated"] else ""
     text = (
-        f"sample {row['sample_id']} {went} with {row['kept']:,} tokens kept{again} "
+        f"sample {row['sample_id']} {went} with {row['kept_len']:,} tokens kept{again} "
         f"(step {row['step']}; engine {row['from_worker']}: {row['reason']})"
     )
     node = clean(row["to_node"] or "")

@@ -41,8 +41,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scavenger.asyncio_helpers import HungUp, unless_gone
-from scavenger.errors import AuthError, ConfigError, LedgerError, ScavengerError, describe
+from scavenger.asyncio_helpers import HungUp, listening_socket, unless_gone
+from scavenger.errors import AuthError, ConfigError, NotInLedger, ScavengerError, describe
 from scavenger.ledger.read.reader import connected
 from scavenger.printable import printable
 from scavenger.protocol import keys
@@ -71,6 +71,8 @@ MOST_OF_A_RUN = {"search": 1, "texts": 2}
 SESSION_S, MOST_SESSIONS = 12 * 3600.0, 1_000
 #: Names of this host in an address.
 LOOPBACK = frozenset({"", "localhost", "127.0.0.1", "[::1]"})
+#: How the paths of our own pages begin: no prefix begins so, since a proxy may strip it and nobody could tell the two apart.
+OWN = frozenset({"runs", "compare", "groups", "samples", "episodes", "harm", "decisions", "live", "static"})
 #: Characters that a reader may search for.
 MOST_WANTED = 200
 _MOST_ID = 2**62
@@ -359,6 +361,35 @@ def _runs(request: Request) -> list[int]:
     return list(dict.fromkeys(found))[: questions.MOST_COMPARED]
 
 
+def _path(request: Request) -> str:
+    return str(request.scope["path"])
+
+
+def _only(request: Request) -> str:
+    given = request.query_params.get("only", "all")
+    return given if given in steps.FILTERS else "all"
+
+
+def _bin(request: Request) -> int:
+    return _number(request, "bin", -1)
+
+
+def _by_step(request: Request) -> bool:
+    return request.query_params.get("by") == "step"
+
+
+def _before(request: Request) -> int:
+    return _number(request, "before", questions.NO_STEP)
+
+
+def _wanted(request: Request) -> str:
+    return request.query_params.get("q", "")[:MOST_WANTED]
+
+
+def _own_run(request: Request, connection: sa.Connection) -> int:
+    return int(request.path_params["run"])
+
+
 class _IdConvertor(Convertor[int]):
     """A whole number that a database holds: longer ones are no path of ours."""
 
@@ -383,57 +414,10 @@ def make_app(
     """
     site = Site(url, interval_s)
     prefix = root_path.rstrip("/")
-
-    def show(
-        key: Callable[[Request], str],
-        build: Callable[[Request, sa.Connection], Page],
-        *,
-        of: str = "",
-        run_of: Callable[[Request, sa.Connection], int] | None = None,
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            here = str(request.scope["path"]).removeprefix(prefix) or "/"
-            try:
-                html = await unless_gone(
-                    request.receive,
-                    site.page(
-                        key(request),
-                        lambda connection: render.served(build(request, connection), prefix, here),
-                        of=of,
-                        run_of=functools.partial(run_of, request) if run_of else None,
-                    ),
-                )
-            except HungUp:
-                return Response()  # nobody reads it
-            except OSError as error:
-                return _not_shown(describe(error), 503, prefix, here)
-            except ScavengerError as error:
-                code = 404 if isinstance(error, LedgerError) and "has no" in error.cause else 503
-                said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
-                return _not_shown(said, code, prefix, here)
-            return HTMLResponse(html)
-
-        return endpoint
-
-    def only(request: Request) -> str:
-        given = request.query_params.get("only", "all")
-        return given if given in steps.FILTERS else "all"
-
-    def by_step(q: Request) -> bool:
-        return q.query_params.get("by") == "step"
-
-    def step_key(q: Request) -> str:
-        return f"{q.scope['path']} {only(q)} {_number(q, 'bin', -1)}"
-
-    def decisions_key(q: Request) -> str:
-        return f"decisions {_number(q, 'before', _MOST_ID)}"
+    views = _Views(site, prefix)
 
     async def live(request: Request) -> Response:
         return _Live(site)
-
-    async def no_page(request: Request, error: Exception) -> Response:
-        here = str(request.scope["path"]).removeprefix(prefix) or "/"
-        return _not_shown(f"{here[:200]} is the address of no page", 404, prefix, here)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -446,116 +430,18 @@ def make_app(
                 await task
             site.stop()
 
-    def wanted(q: Request) -> str:
-        return q.query_params.get("q", "")[:MOST_WANTED]
-
-    def path_key(q: Request) -> str:
-        return str(q.scope["path"])
-
-    def own(q: Request, c: sa.Connection) -> int:
-        return int(q.path_params["run"])
-
-    routes = [
-        Route("/", show(lambda q: "/", lambda q, c: pages.overview(c))),
-        Route(
-            "/runs/{run:id}",
-            show(
-                lambda q: f"{q.scope['path']} {by_step(q)}",
-                lambda q, c: pages.run(c, q.path_params["run"], by_step=by_step(q)),
-            ),
-        ),
-        Route(
-            "/runs/{run:id}/steps/{step:id}",
-            show(
-                step_key,
-                lambda q, c: steps.step(
-                    c,
-                    q.path_params["run"],
-                    q.path_params["step"],
-                    only(q),
-                    _number(q, "bin", -1),
-                    site.contents,
-                ),
-                of="texts",
-                run_of=own,
-            ),
-        ),
-        Route(
-            "/runs/{run:id}/evals/{step:id}",
-            show(
-                step_key,
-                lambda q, c: steps.evaluation(
-                    c,
-                    q.path_params["run"],
-                    q.path_params["step"],
-                    only(q),
-                    _number(q, "bin", -1),
-                    site.contents,
-                ),
-                of="texts",
-                run_of=own,
-            ),
-        ),
-        Route(
-            "/runs/{run:id}/steps/{step:id}/since/{since:id}",
-            show(
-                path_key,
-                lambda q, c: steps.changed(
-                    c, q.path_params["run"], q.path_params["step"], q.path_params["since"]
-                ),
-            ),
-        ),
-        Route("/compare", show(lambda q: f"compare {_runs(q)}", lambda q, c: pages.compare(c, _runs(q)))),
-        Route(
-            "/runs/{run:id}/search",
-            show(
-                lambda q: f"search {q.path_params['run']} {wanted(q)}",
-                lambda q, c: pages.search(c, site.contents, q.path_params["run"], wanted(q)),
-                of="search",
-                run_of=own,
-            ),
-        ),
-        Route(
-            "/groups/{group:id}",
-            show(
-                path_key,
-                lambda q, c: pages.group(c, site.contents, q.path_params["group"]),
-                of="texts",
-                run_of=lambda q, c: pages.run_of_group(c, q.path_params["group"]),
-            ),
-        ),
-        Route(
-            "/samples/{sample:id}",
-            show(
-                path_key,
-                lambda q, c: pages.sample(c, site.contents, q.path_params["sample"]),
-                of="texts",
-                run_of=lambda q, c: pages.run_of_sample(c, q.path_params["sample"]),
-            ),
-        ),
-        Route(
-            "/episodes/{episode:id}",
-            show(
-                path_key,
-                lambda q, c: pages.episode(c, site.contents, q.path_params["episode"]),
-                of="texts",
-                run_of=lambda q, c: pages.run_of_episode(c, q.path_params["episode"]),
-            ),
-        ),
-        Route("/harm", show(path_key, lambda q, c: pages.harm(c))),
-        Route(
-            "/decisions", show(decisions_key, lambda q, c: pages.decisions(c, _number(q, "before", _MOST_ID)))
-        ),
-        Route("/decisions/{id:id}", show(path_key, lambda q, c: pages.decision(c, q.path_params["id"]))),
-        Route("/live", live),
-        Mount("/static", StaticFiles(directory=HERE / "static")),
-    ]
     # The guard stands outermost: what it refuses no route has seen.
     app = Starlette(
-        routes=routes,
+        routes=[
+            *_of_runs(views),
+            *_of_samples(views),
+            *_of_the_site(views),
+            Route("/live", live),
+            Mount("/static", StaticFiles(directory=HERE / "static")),
+        ],
         lifespan=lifespan,
         exception_handlers={
-            404: no_page,
+            404: views.no_page,
             Exception: lambda q, e: PlainTextResponse("500: not shown\n", 500, HEADERS),
         },
         middleware=[
@@ -565,6 +451,143 @@ def make_app(
     app.router.redirect_slashes = False
     app.state.site = site
     return app
+
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Views:
+    """What answers for the pages of a site that is served below `prefix`."""
+
+    site: Site
+    prefix: str
+
+    def show(
+        self,
+        key: Callable[[Request], str],
+        build: Callable[[Request, sa.Connection], Page],
+        *,
+        of: str = "",
+        run_of: Callable[[Request, sa.Connection], int] | None = None,
+    ) -> _Endpoint:
+        """`key`: what tells its pages apart; `of`, `run_of`: as of `Site.page`."""
+
+        async def endpoint(request: Request) -> Response:
+            here = self._here(request)
+            try:
+                html = await unless_gone(
+                    request.receive,
+                    self.site.page(
+                        key(request),
+                        lambda connection: render.served(build(request, connection), self.prefix, here),
+                        of=of,
+                        run_of=functools.partial(run_of, request) if run_of else None,
+                    ),
+                )
+            except HungUp:
+                return Response()  # nobody reads it
+            except OSError as error:
+                return _not_shown(describe(error), 503, self.prefix, here)
+            except ScavengerError as error:
+                code = 404 if isinstance(error, NotInLedger) else 503
+                said = f"{error.cause}; {error.remedy}" if error.remedy else error.cause
+                return _not_shown(said, code, self.prefix, here)
+            return HTMLResponse(html)
+
+        return endpoint
+
+    async def no_page(self, request: Request, error: Exception) -> Response:
+        here = self._here(request)
+        return _not_shown(f"{here[:200]} is the address of no page", 404, self.prefix, here)
+
+    def _here(self, request: Request) -> str:
+        return str(request.scope["path"]).removeprefix(self.prefix) or "/"
+
+
+def _of_runs(views: _Views) -> list[Route]:
+    """All runs, one with its steps and evaluations, and what is searched for or compared in them."""
+    contents = views.site.contents
+
+    def scored(build: Callable[..., Page]) -> _Endpoint:
+        """Of a step or an evaluation, whose samples a reader filters."""
+        return views.show(
+            lambda q: f"{_path(q)} {_only(q)} {_bin(q)}",
+            lambda q, c: build(c, q.path_params["run"], q.path_params["step"], _only(q), _bin(q), contents),
+            of="texts",
+            run_of=_own_run,
+        )
+
+    return [
+        Route("/", views.show(lambda q: f"/ {_before(q)}", lambda q, c: pages.overview(c, _before(q)))),
+        Route(
+            "/runs/{run:id}",
+            views.show(
+                lambda q: f"{_path(q)} {_by_step(q)} {_before(q)}",
+                lambda q, c: pages.run(c, q.path_params["run"], by_step=_by_step(q), before=_before(q)),
+            ),
+        ),
+        Route("/runs/{run:id}/steps/{step:id}", scored(steps.step)),
+        Route("/runs/{run:id}/evals/{step:id}", scored(steps.evaluation)),
+        Route(
+            "/runs/{run:id}/steps/{step:id}/since/{since:id}",
+            views.show(
+                _path,
+                lambda q, c: steps.changed(
+                    c, q.path_params["run"], q.path_params["step"], q.path_params["since"]
+                ),
+            ),
+        ),
+        Route(
+            "/compare", views.show(lambda q: f"compare {_runs(q)}", lambda q, c: pages.compare(c, _runs(q)))
+        ),
+        Route(
+            "/runs/{run:id}/search",
+            views.show(
+                lambda q: f"search {q.path_params['run']} {_wanted(q)}",
+                lambda q, c: pages.search(c, contents, q.path_params["run"], _wanted(q)),
+                of="search",
+                run_of=_own_run,
+            ),
+        ),
+    ]
+
+
+def _of_samples(views: _Views) -> list[Route]:
+    """What shows whole texts: of a group, a sample, an episode."""
+
+    def read(
+        name: str,
+        build: Callable[[sa.Connection, pages.Contents, int], Page],
+        run_of: Callable[[sa.Connection, int], int],
+    ) -> Route:
+        shown = views.show(
+            _path,
+            lambda q, c: build(c, views.site.contents, q.path_params[name]),
+            of="texts",
+            run_of=lambda q, c: run_of(c, q.path_params[name]),
+        )
+        return Route(f"/{name}s/{{{name}:id}}", shown)
+
+    return [
+        read("group", pages.group, pages.run_of_group),
+        read("sample", pages.sample, pages.run_of_sample),
+        read("episode", pages.episode, pages.run_of_episode),
+    ]
+
+
+def _of_the_site(views: _Views) -> list[Route]:
+    def before(q: Request) -> int:
+        return _number(q, "before", _MOST_ID)
+
+    return [
+        Route("/harm", views.show(_path, lambda q, c: pages.harm(c))),
+        Route(
+            "/decisions",
+            views.show(lambda q: f"decisions {before(q)}", lambda q, c: pages.decisions(c, before(q))),
+        ),
+        Route("/decisions/{id:id}", views.show(_path, lambda q, c: pages.decision(c, q.path_params["id"]))),
+    ]
 
 
 def _not_shown(why: str, code: int, prefix: str, here: str) -> Response:
@@ -669,13 +692,11 @@ def serve(
         print(f"serves {unix}", flush=True)
     else:
         token = read_token(token_file)
-        listening = socket.socket()
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(("127.0.0.1", port))
-            listening.listen(128)  # before it is said: who reads the address may open it at once
+            listening = listening_socket(
+                "127.0.0.1", port
+            )  # before it is said: who reads the address may open it at once
         except OSError as error:
-            listening.close()
             raise ConfigError(f"port {port} is not free: {error.strerror}", "give another --port") from error
         where = f"http://127.0.0.1:{listening.getsockname()[1]}{root_path.rstrip('/')}/"
         # The token itself is printed by whoever runs that: what a terminal or a journal keeps of us has no secret.

@@ -128,22 +128,22 @@ def series(
     )
 
 
-def bins(counts: Sequence[tuple[float, int]], most: int = 20) -> list[tuple[float, float, int]]:
-    """(low, high, samples) of equal bins over finite values; the last one includes the greatest value."""
-    kept = [(value, n) for value, n in counts if math.isfinite(value)]
-    if not kept:
-        return []
-    low, high = min(kept)[0], max(kept)[0]
+def edges(low: float, high: float, most: int = 20) -> list[float]:
+    """Edges of equal bins from `low` to `high`, one more than bins: each holds its lower edge, and the last one also `high`. None where a
+    double holds no such edges."""
     width = (high - low) / most or 1.0
-    if not math.isfinite(width):
-        return []
     last = math.nextafter(high, math.inf)
-    if not math.isfinite(last):
+    if not (math.isfinite(width) and math.isfinite(last)):
         return []
-    edges = [low + width * i for i in range(most if high > low else 1)] + [last]
-    if any(a >= b for a, b in itertools.pairwise(edges)):
-        edges = [low, last]
-    return [(a, b, sum(n for value, n in kept if a <= value < b)) for a, b in itertools.pairwise(edges)]
+    found = [low + width * i for i in range(most if high > low else 1)] + [last]
+    return found if all(a < b for a, b in itertools.pairwise(found)) else [low, last]
+
+
+def bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
+    """(low, high, how many) of equal bins over finite values."""
+    kept = [value for value in values if math.isfinite(value)]
+    between = itertools.pairwise(edges(min(kept), max(kept)) if kept else [])
+    return [(a, b, sum(a <= value < b for value in kept)) for a, b in between]
 
 
 def histogram(label: str, found: Sequence[tuple[float, float, int]], hrefs: Sequence[str]) -> Chart:
@@ -214,17 +214,6 @@ def compared(label: str, found: Sequence[tuple[str, Sequence[tuple[float, float]
         Label(WIDTH - RIGHT, HEIGHT - 6, number(end), "end"),
     ]
     return Chart(label, HEIGHT + 20, lines=tuple(lines), bars=tuple(bars), labels=tuple(labels))
-
-
-def merged(spells: Sequence[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """Their union in order, those less than `gap` apart as one."""
-    out: list[tuple[float, float]] = []
-    for a, b in sorted(spells):
-        if out and a <= out[-1][1] + gap:
-            out[-1] = (out[-1][0], max(b, out[-1][1]))
-        elif b > a:
-            out.append((a, b))
-    return out
 
 
 def lanes(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from scavenger.errors import ConfigError, LedgerError, LedgerUnavailable
+from scavenger.errors import ConfigError, NotInLedger
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import kept
 from scavenger.protocol import keys
@@ -23,6 +23,8 @@ from scavenger.web.panels import Page, Row, ask, clean
 from scavenger.web.questions import filled
 
 T = TypeVar("T")
+#: Makes a page with a connection of the ledger.
+Build = Callable[[sa.Connection], Page]
 
 
 class Reader(Protocol):
@@ -34,7 +36,8 @@ class Reader(Protocol):
 #: Characters of text and cells that a file has of what is not a run's, a step's or an evaluation's own page.
 MOST_CHARS = 8_000_000
 LEFT_OUT = (
-    "Not in this file: a search of the completions, prompts whose rewards changed since an earlier step, older decisions, and what is "
+    "Not in this file: a search of the completions, how each completion begins in the tables of samples, the row of an agent's prompt, "
+    "prompts whose rewards changed since an earlier step, older decisions, and what is "
     f"beyond {MOST_CHARS // 1_000_000} MB of texts and tables, of the oldest steps first. A link that is missing leads there. "
 )
 NOT_MOVED = (
@@ -89,18 +92,22 @@ class _Room:
     def __init__(self, ask_for: Reader, shown: dict[str, Page], most: int) -> None:
         self._ask_for, self._shown, self.left = ask_for, shown, most
 
-    def take(self, path: str, build: Callable[[sa.Connection], Page]) -> bool:
+    def take(self, path: str, build: Build) -> bool:
         """Whether there was room; from the first one that has none on none is taken. What the ledger does not have, such as an episode
         without a turn yet, or a sample that was purged meanwhile, takes none."""
         if path in self._shown:
             return True
         try:
             made = self._ask_for(build)
-        except LedgerError as error:
-            if isinstance(error, LedgerUnavailable) or "has no" not in error.cause:
-                raise
+        except NotInLedger:
             return True
         return self.take_all({path: made})
+
+    def take_each(self, made: Iterable[tuple[str, Build]]) -> None:
+        """One after another, until there is no room."""
+        for path, build in made:
+            if not self.take(path, build):
+                return
 
     def take_all(self, made: dict[str, Page]) -> bool:
         """All of them or none."""
@@ -132,55 +139,77 @@ def collected(
 ) -> Collected:
     """What a file has. Raises `LedgerError` where there is no run of this name."""
     number = ask_for(lambda c: _newest(c, run))
-    steps, evaluations = (
-        ask_for(functools.partial(ask, sql=filled(sql, run_id=number, most=questions.MOST_STEPS)))
-        for sql in (questions.STEPS, questions.EVALUATIONS)
-    )
     whole = ask_for(lambda c: pages.run(c, number))
+    shown = _of_the_site(ask_for, number, whole)
+    there = _of_the_run(ask_for, shown, number)
+    listed = _linked(shown["/decisions"], "/decisions/")
+    # Decisions and episodes leave room for the steps'.
+    some = _Room(ask_for, shown, most // 4)
+    some.take_each((path, functools.partial(pages.decision, number=_id(path))) for path in listed)
+    some.take_each(_episodes_of(whole, contents))
+    room = _Room(ask_for, shown, most - most // 4 + some.left)
+    narrowed, moved = 0, set[str]()
+    for step, evaluation in there:
+        room.take_each(_episodes_of(shown[_path_of(number, step, evaluation)], contents))
+        found = _found_of(ask_for, room, number, step, evaluation)
+        narrowed += bool(room.left)
+        moved |= {f"/samples/{one['id']}" for one in found if one["kind"] == "sample" and one["moves"]}
+        room.take_each(page for one in found for page in _pages_of(one, contents, every_sample))
+        if not room.left:
+            break
+    narrow = ("filters of steps and evaluations", len(there) - narrowed, len(there))
+    counts = _counts(ask_for, number)
+    return _counted(shown, counts, moved, len(listed), narrow, every_sample=every_sample)
+
+
+def _of_the_site(ask_for: Reader, run: int, whole: Page) -> dict[str, Page]:
+    """The run's own page `whole`, without its search, and those of all runs, in the order of the file."""
     shown = {
-        f"/runs/{number}": dataclasses.replace(
+        f"/runs/{run}": dataclasses.replace(
             whole, panels=tuple(panel for panel in whole.panels if not panel.search)
         ),
         "/": ask_for(pages.overview),
         "/harm": ask_for(pages.harm),
         "/decisions": ask_for(pages.decisions),
     }
-    for _, path, _ in shown["/"].panels[0].choices:
+    compared = [path for _, path, _ in shown["/"].panels[0].choices if path.startswith("/compare")]
+    for path in compared:
         together = [int(one) for one in path.partition("=")[2].split(",")]
         shown[path] = ask_for(functools.partial(pages.compare, run_ids=together))
-    for row in steps:
-        path = f"/runs/{number}/steps/{row['step']}"
-        shown[path] = ask_for(functools.partial(step_pages.step, run_id=number, number=row["step"]))
-    for row in evaluations:
-        path = f"/runs/{number}/evals/{row['step']}"
-        shown[path] = ask_for(functools.partial(step_pages.evaluation, run_id=number, number=row["step"]))
+    return shown
 
-    # Decisions and episodes leave room for the steps'.
-    some = _Room(ask_for, shown, most // 4)
-    listed = _linked(shown["/decisions"], "/decisions/")
-    for path in listed:
-        if not some.take(path, functools.partial(pages.decision, number=_id(path))):
-            break
-    for path in _linked(whole, "/episodes/"):
-        if not some.take(path, functools.partial(pages.episode, contents=contents, episode_id=_id(path))):
-            break
-    room = _Room(ask_for, shown, most - most // 4 + some.left)
-    of = {(row["step"], False) for row in steps} | {(row["step"], True) for row in evaluations}
-    narrowed, moved = 0, set[str]()
-    for step, evaluation in sorted(of, key=lambda one: (-one[0], one[1])):
-        here = shown[f"/runs/{number}/{'evals' if evaluation else 'steps'}/{step}"]
-        for path in _linked(here, "/episodes/"):
-            room.take(path, functools.partial(pages.episode, contents=contents, episode_id=_id(path)))
-        found = _found_of(ask_for, room, number, step, evaluation)
-        narrowed += bool(room.left)
-        moved |= {f"/samples/{one['id']}" for one in found if one["kind"] == "sample" and one["moves"]}
-        if not all(room.take(*page) for one in found for page in _pages_of(one, contents, every_sample)):
-            break
-        if not room.left:
-            break
-    (there,) = ask_for(functools.partial(ask, sql=filled(questions.KEPT, run_id=number)))
-    narrow = ("filters of steps and evaluations", len(of) - narrowed, len(of))
-    return _counted(shown, there, moved, len(listed), narrow, every_sample=every_sample)
+
+def _of_the_run(ask_for: Reader, shown: dict[str, Page], run: int) -> list[tuple[int, bool]]:
+    """Take the page of each step and each evaluation. What they are, the newest first: (step, whether it is the evaluation after it)."""
+    there = set[tuple[int, bool]]()
+    for sql, evaluation, build in (
+        (questions.STEPS, False, step_pages.step),
+        (questions.EVALUATIONS, True, step_pages.evaluation),
+    ):
+        asked = filled(sql, run_id=run, before=questions.NO_STEP, most=questions.MOST_STEPS)
+        for row in ask_for(functools.partial(ask, sql=asked)):
+            there.add((row["step"], evaluation))
+            made = functools.partial(build, run_id=run, number=row["step"])
+            shown[_path_of(run, row["step"], evaluation)] = ask_for(made)
+    return sorted(there, key=lambda one: (-one[0], one[1]))
+
+
+def _path_of(run: int, step: int, evaluation: bool) -> str:
+    return f"/runs/{run}/{'evals' if evaluation else 'steps'}/{step}"
+
+
+def _episodes_of(page: Page, contents: pages.Contents) -> Iterator[tuple[str, Build]]:
+    """The episodes that a page names."""
+    for path in _linked(page, "/episodes/"):
+        yield path, functools.partial(pages.episode, contents=contents, episode_id=_id(path))
+
+
+def _counts(ask_for: Reader, run: int) -> Row:
+    """How many of each kind of page the ledger could have."""
+    found: dict[str, Any] = {}
+    for sql in (questions.KEPT, questions.COUNTS):
+        found |= ask_for(functools.partial(ask, sql=filled(sql, run_id=run)))[0]
+    return found
 
 
 def _counted(
@@ -196,13 +225,16 @@ def _counted(
     own = {path for path in shown if path.startswith("/samples/")}
     unmoved = int(there["unmoved"]) - len(own - moved)
 
-    def missing(what: str, below: str, most: int) -> Missing:
-        return what, max(0, most - sum(path.startswith(below) for path in shown)), most
+    def missing(what: str, within: str, most: int) -> Missing:
+        own_pages = [path for path in shown if within in path and "?" not in path]
+        return what, max(0, most - len(own_pages)), most
 
     return Collected(
         shown,
         0 if every_sample else unmoved,
         (
+            missing("steps", "/steps/", int(there["steps"])),
+            missing("evaluations", "/evals/", int(there["evaluations"])),
             missing("groups", "/groups/", int(there["groups"])),
             missing("episodes", "/episodes/", int(there["episodes"])),
             ("samples that moved", int(there["moved"]) - len(own & moved), int(there["moved"])),
@@ -227,9 +259,7 @@ def _found_of(ask_for: Reader, room: _Room, run: int, step: int, evaluation: boo
     return ask_for(functools.partial(ask, sql=asked))
 
 
-def _pages_of(
-    found: Row, contents: pages.Contents, every_sample: bool
-) -> Iterator[tuple[str, Callable[[sa.Connection], Page]]]:
+def _pages_of(found: Row, contents: pages.Contents, every_sample: bool) -> Iterator[tuple[str, Build]]:
     """A text is on one page: an episode's where it is of one, else its group's."""
     number, episode = int(found["id"]), int(found["episode_id"])
     if episode:
@@ -254,7 +284,7 @@ def _newest(connection: sa.Connection, run: str) -> int:
     statement = sa.text("SELECT run_id FROM v_runs WHERE name = :name ORDER BY run_id DESC LIMIT 1")
     found = connection.execute(statement, {"name": run}).scalar()
     if found is None:
-        raise LedgerError(f"the ledger has no run {clean(run, 60)!r}", "`scavenger web` lists its runs")
+        raise NotInLedger(f"the ledger has no run {clean(run, 60)!r}", "`scavenger web` lists its runs")
     return int(found)
 
 

@@ -6,7 +6,7 @@ Boundary: no HTTP; tests read pages without a server.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -130,21 +130,43 @@ def _series(
     return charts.series(label or name, points, _marks(marks), begin, end)
 
 
-def overview(connection: sa.Connection) -> Page:
-    """Runs, and the reward and waiting time of the first of them on one time axis."""
-    sql = filled(questions.RUNS, most=questions.MOST_RUNS)
+def _cut(there: Sequence[Row]) -> bool:
+    """Whether there may be more steps than were read."""
+    return len(there) >= questions.MOST_STEPS
+
+
+def _asked_steps(run_id: int, before: int = questions.NO_STEP) -> str:
+    return filled(questions.STEPS, run_id=run_id, before=before, most=questions.MOST_STEPS)
+
+
+def _asked_marks(run_id: int, until: float = questions.NO_TIME) -> str:
+    return filled(questions.MARKS, run_id=run_id, until=until, most=questions.MOST_MARKS)
+
+
+def _axis(run: Row, steps: Sequence[Row]) -> tuple[float, float]:
+    """From when to when a run's steps are drawn, in Unix seconds: from its creation where all of them are."""
+    times = [row["committed_at"] for row in steps]
+    begin = min(times if _cut(steps) else [*times, run["created_at"]])
+    return begin, max(times, default=begin + 1)
+
+
+def overview(connection: sa.Connection, before: int = questions.NO_STEP) -> Page:
+    """Runs, and the reward and waiting time of the first of them on one time axis. `before`: a place as in `questions.RUNS`."""
+    sql = filled(questions.RUNS, before=before, most=questions.MOST_RUNS)
     runs = ask(connection, sql)
     together = ",".join(str(run["run_id"]) for run in runs[:_DRAWN])
-    compare = (("compare the newest runs", f"/compare?runs={together}", False),) if len(runs) > 1 else ()
-    panels = [table_of("Runs", sql, runs, {"run_id": run_link, "name": run_link}, choices=compare)]
+    choices = [("compare the newest runs", f"/compare?runs={together}", False)] if len(runs) > 1 else []
+    if len(runs) == questions.MOST_RUNS:
+        last = runs[-1]
+        place = last["run_id"] + (questions.ACTIVE_PLACE if last["state"] == "active" else 0)
+        choices.append(("older", f"/?before={place}", False))
+    panels = [table_of("Runs", sql, runs, {"run_id": run_link, "name": run_link}, choices=tuple(choices))]
     drawn = []
     for run in runs[:_DRAWN]:
-        asked = filled(questions.STEPS, run_id=run["run_id"], most=questions.MOST_STEPS)
-        left = filled(questions.MARKS, run_id=run["run_id"], most=questions.MOST_MARKS)
+        asked, left = _asked_steps(run["run_id"]), _asked_marks(run["run_id"])
         drawn.append((run, asked, steps_of(connection, asked), left, ask(connection, left)))
-    times = [row["committed_at"] for _, _, steps, _, _ in drawn for row in steps]
-    times += [run["created_at"] for run, _, steps, _, _ in drawn if steps]
-    begin, end = (min(times), max(times)) if times else (0.0, 1.0)
+    spans = [_axis(run, steps) for run, _, steps, _, _ in drawn if steps]
+    begin, end = (min(a for a, _ in spans), max(b for _, b in spans)) if spans else (0.0, 1.0)
     for run, asked, steps, left, marks in drawn:
         two = tuple(
             _series(name, steps, marks, begin, end, label)
@@ -155,7 +177,8 @@ def overview(connection: sa.Connection) -> Page:
                 clean(run["name"], 60),
                 f"{asked}\n\n{left}",
                 notes(
-                    f"steps shown: {len(steps):,}; axis from {moment(begin)} UTC, the same for all runs",
+                    f"steps shown: {'the newest ' if _cut(steps) else ''}{len(steps):,}; axis from {moment(begin)} UTC, "
+                    "the same for all runs",
                     "a red line is an engine that left",
                     cut_note(steps),
                 ),
@@ -167,51 +190,42 @@ def overview(connection: sa.Connection) -> Page:
 
 
 def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
-    """Metrics of several runs over their steps, one line each. Raises `LedgerError` where there is none of them."""
-    asked, found = [], []
+    """Metrics of several runs over their steps, one line each; of one that the ledger does not have, a note. Raises `LedgerError` where
+    there is none of them."""
+    asked, found, missing = [], [], []
     for run_id in run_ids[: questions.MOST_COMPARED]:
-        one = filled(questions.RUN, run_id=run_id)
-        sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
-        found.append((row_of(connection, one, f"run {run_id}"), steps_of(connection, sql)))
+        one, sql = filled(questions.RUN, run_id=run_id), _asked_steps(run_id)
+        rows = ask(connection, one)
+        if not rows:
+            missing.append(run_id)
+            continue
+        found.append((rows[0], steps_of(connection, sql)))
         asked += [one, sql]
-    names = ordered({name for _, steps in found for row in steps[:20] for name in row["numbers"]})
-    drawn = tuple(
-        charts.compared(
-            clean(name, 60),
-            [
-                (
-                    clean(f"{row['run_id']} {row['name']}", 40),
-                    [
-                        (one["step"], one["numbers"][name])
-                        for one in reversed(steps)
-                        if name in one["numbers"]
-                    ],
-                )
-                for row, steps in found
-            ],
-            "step",
-        )
-        for name in names[:_DRAWN_METRICS]
-    )
+    if missing and not found:
+        row_of(connection, filled(questions.RUN, run_id=missing[0]), f"run {missing[0]}")
+    drawn = _compared(found)
+    gone = f"the ledger has no run {', '.join(map(str, missing))}: purged, or never there" if missing else ""
+    said = [
+        f"run {row['run_id']}: {about}"
+        for row, steps in found
+        if (about := notes(f"the newest {len(steps):,} steps" if _cut(steps) else "", cut_note(steps)))
+    ]
     # A run's number stands in its statement alone: the rows are of several.
-    rows = [row for row, _ in found]
     return Page(
         "Runs compared",
         (
             table_of(
                 "Runs",
                 "\n\n".join(asked[::2]),
-                rows,
+                [row for row, _ in found],
                 {"run_id": run_link, "name": run_link},
                 omit=("tokenizer",),
+                note=gone,
             ),
             Panel(
                 "Metrics",
                 "\n\n".join(asked[1::2]),
-                notes(
-                    "smoothed, by step; the address names the runs: /compare?runs=1,2",
-                    *(f"run {row['run_id']}: {said}" for row, steps in found if (said := cut_note(steps))),
-                ),
+                notes("smoothed, by step; the address names the runs: /compare?runs=1,2", *said),
                 charts=drawn,
                 empty="" if drawn else "no step is committed yet",
             ),
@@ -220,61 +234,108 @@ def compare(connection: sa.Connection, run_ids: Sequence[int]) -> Page:
     )
 
 
-def run(connection: sa.Connection, run_id: int, *, by_step: bool = False) -> Page:
-    """One run: metrics over time with marks where engines left, or over its steps; its steps, those engines. Raises `LedgerError` where
-    there is none."""
+def _compared(found: Sequence[tuple[Row, Sequence[Row]]]) -> tuple[charts.Chart, ...]:
+    """A chart for each metric of runs with their steps."""
+    names = ordered({name for _, steps in found for row in steps[:20] for name in row["numbers"]})
+
+    def line(run: Row, steps: Sequence[Row], name: str) -> tuple[str, list[tuple[float, float]]]:
+        points = [(one["step"], one["numbers"][name]) for one in reversed(steps) if name in one["numbers"]]
+        return clean(f"{run['run_id']} {run['name']}", 40), points
+
+    return tuple(
+        charts.compared(clean(name, 60), [line(row, steps, name) for row, steps in found], "step")
+        for name in names[:_DRAWN_METRICS]
+    )
+
+
+def run(
+    connection: sa.Connection, run_id: int, *, by_step: bool = False, before: int = questions.NO_STEP
+) -> Page:
+    """One run: metrics over time with marks where engines left, or over its steps; its steps, those engines. `before`: of steps and
+    evaluations below this number, with the engines that had left by the last of them. Raises `LedgerError` where there is no such run."""
     asked = filled(questions.RUN, run_id=run_id)
     found = row_of(connection, asked, f"run {run_id}")
-    sql = filled(questions.STEPS, run_id=run_id, most=questions.MOST_STEPS)
-    left = filled(questions.MARKS, run_id=run_id, most=questions.MOST_MARKS)
-    steps, marks = steps_of(connection, sql), ask(connection, left)
+    counted = filled(questions.COUNTS, run_id=run_id)
+    (counts,) = ask(connection, counted)
+    sql = _asked_steps(run_id, before)
+    steps = steps_of(connection, sql)
+    begin, end = _axis(found, steps)
+    left = _asked_marks(run_id, questions.NO_TIME if before == questions.NO_STEP else end)
+    marks = ask(connection, left)
     chosen = ordered({name for row in steps[:20] for name in row["numbers"]})[:_DRAWN_METRICS]
-    begin = min((row["committed_at"] for row in steps), default=0.0)
-    begin = min(begin, found["created_at"])
-    end = max((row["committed_at"] for row in steps), default=begin + 1)
     drawn = tuple(
         _by_step(name, steps) if by_step else _series(name, steps, marks, begin, end, clean(name, 60))
         for name in chosen
     )
-    here = f"/runs/{run_id}"
-    asked_episodes = filled(questions.EPISODES, run_id=run_id, most=questions.MOST_EPISODES)
-    episodes = table_of(
-        "Episodes",
-        asked_episodes,
-        ask(connection, asked_episodes),
-        {"episode_id": episode_link, "name": episode_link},
-        note="of a run of agents, the newest",
+    some = _some(len(steps), counts["steps"], before)
+    of_marks = _some(len(marks), counts["engines"], before)
+    nothing = "no step is before this one" if counts["steps"] else "no step is committed yet"
+    metrics = Panel(
+        "Metrics",
+        f"{sql}\n\n{left}\n\n{counted}",
+        _metrics_note(steps, some, "" if by_step else of_marks, by_step=by_step),
+        charts=drawn,
+        choices=_run_choices(run_id, steps, by_step=by_step, before=before),
+        empty="" if drawn else nothing,
     )
     return Page(
         f"Run {clean(found['name'], 60)}",
         (
             table_of("Run", asked, [found], omit=("run_id",)),
             Panel("Search the completions", search=f"/runs/{run_id}/search"),
-            Panel(
-                "Metrics",
-                f"{sql}\n\n{left}",
-                notes(
-                    "thin: as measured; thick: smoothed",
-                    "" if by_step else "a red line is an engine that left",
-                    cut_note(steps),
-                ),
-                charts=drawn,
-                choices=(("over time", here, not by_step), ("over steps", f"{here}?by=step", by_step))
-                if drawn
-                else (),
-                empty="" if drawn else "no step is committed yet",
-            ),
+            metrics,
             table_of(
                 "Steps",
                 sql,
                 _with_numbers(steps, chosen[:6]),
                 {"step": lambda row: f"/runs/{run_id}/steps/{row['step']}"},
+                note=some,
             ),
-            _evaluations(connection, run_id, begin, end),
-            *((episodes,) if episodes.body else ()),
-            table_of("Engines that left", left, marks),
+            _evaluations(connection, run_id, (begin, end), counts["evaluations"], before),
+            *_run_episodes(connection, run_id),
+            table_of("Engines that left", left, marks, note=of_marks),
         ),
     )
+
+
+def _metrics_note(steps: Sequence[Row], some: str, of_marks: str, *, by_step: bool) -> str:
+    """`some`, `of_marks`: how many of the steps, and of the engines that left, are drawn; "" = all."""
+    return notes(
+        "thin: as measured; thick: smoothed",
+        some and f"steps: {some}",
+        "" if by_step else f"a red line is an engine that left{of_marks and f', of these {of_marks}'}",
+        cut_note(steps),
+    )
+
+
+def _some(shown: int, there: int, before: int) -> str:
+    """What a reader is told of rows that are not all of what there is, the newest first; "" where they are."""
+    newest = "the newest " if before == questions.NO_STEP else ""
+    return f"{newest}{shown:,} of {there:,}" if shown < there else ""
+
+
+def _run_choices(
+    run_id: int, steps: Sequence[Row], *, by_step: bool, before: int
+) -> tuple[tuple[str, str, bool], ...]:
+    """What a run's metrics are drawn over, and where older and the newest steps are."""
+    here, newest = f"/runs/{run_id}", before == questions.NO_STEP
+
+    def path(over_steps: bool, below: int) -> str:
+        asked = ["by=step"] * over_steps + [f"before={below}"] * (below != questions.NO_STEP)
+        return f"{here}?{'&'.join(asked)}" if asked else here
+
+    over = [("over time", path(False, before), not by_step), ("over steps", path(True, before), by_step)]
+    older = [("older", path(by_step, min(row["step"] for row in steps)), False)] if _cut(steps) else []
+    back = [] if newest else [("newest", path(by_step, questions.NO_STEP), False)]
+    return (*(over if steps else []), *older, *back)
+
+
+def _run_episodes(connection: sa.Connection, run_id: int) -> tuple[Panel, ...]:
+    """The newest episodes of a run of agents; no panel where there are none."""
+    asked = filled(questions.EPISODES, run_id=run_id, most=questions.MOST_EPISODES)
+    links = {"episode_id": episode_link, "name": episode_link}
+    found = table_of("Episodes", asked, ask(connection, asked), links, note="of a run of agents, the newest")
+    return (found,) if found.body else ()
 
 
 def _with_numbers(steps: Sequence[Row], names: Sequence[str]) -> list[Row]:
@@ -285,13 +346,15 @@ def _with_numbers(steps: Sequence[Row], names: Sequence[str]) -> list[Row]:
                 name: row[name] for name in ("step", "attempt", "version", "committed_at")
             },  # a metric hides none
         }
-        for row in steps[: questions.MOST_SAMPLES]
+        for row in steps
     ]
 
 
-def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: float) -> Panel:
-    """A run's evaluations, drawn on the time axis of its steps."""
-    sql = filled(questions.EVALUATIONS, run_id=run_id, most=questions.MOST_STEPS)
+def _evaluations(
+    connection: sa.Connection, run_id: int, axis: tuple[float, float], there: int, before: int
+) -> Panel:
+    """A run's evaluations, drawn on the time axis of its steps. `there`: how many the run has."""
+    sql = filled(questions.EVALUATIONS, run_id=run_id, before=before, most=questions.MOST_STEPS)
     found = steps_of(connection, sql)
     names = ordered({name for row in found[:20] for name in row["numbers"]} - {"seconds", "rewards_late"})
     table = table_of(
@@ -299,12 +362,16 @@ def _evaluations(connection: sa.Connection, run_id: int, begin: float, end: floa
         sql,
         _with_numbers(found, names[:6]),
         {"step": lambda row: f"/runs/{run_id}/evals/{row['step']}"},
-        note=notes("each after the step of its number; choose one to see its samples", cut_note(found))
+        note=notes(
+            "each after the step of its number; choose one to see its samples",
+            _some(len(found), there, before),
+            cut_note(found),
+        )
         if found
         else "",
     )
     # The first one may come before the first step, and the last one after the last.
-    times = [begin, end, *(row["committed_at"] for row in found)]
+    times = [*axis, *(row["committed_at"] for row in found)]
     drawn = tuple(
         _series(name, found, (), min(times), max(times), clean(f"evaluation: {name}", 60))
         for name in names[:6]
@@ -320,7 +387,12 @@ def search(connection: sa.Connection, contents: Contents, run_id: int, wanted: s
     tokenizer = _tokenizer(connection, run_id)
     found, searched = contents.containing(connection, wanted, [row["sample_id"] for row in newest], tokenizer)
     shown = [{**row, "text": found[row["sample_id"]]} for row in newest if row["sample_id"] in found]
-    note = f"{len(shown):,} of the newest {searched:,} samples"
+    note = (
+        f"{len(shown):,} of the newest {searched:,} samples; searched were the first {_MOST_TEXT:,} tokens of each, {_MOST_SEARCHED:,} "
+        "together; the SQL lists those samples, not those that are found"
+        if wanted
+        else ""
+    )
     table = table_of(
         "Samples",
         sql,
@@ -568,6 +640,42 @@ def sample(connection: sa.Connection, contents: Contents | None, sample_id: int)
     where there is none."""
     asked = filled(questions.SAMPLE, sample_id=sample_id)
     found = row_of(connection, asked, f"sample {sample_id}")
+    ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
+    return Page(
+        f"Sample {sample_id}",
+        (
+            table_of(
+                "Sample",
+                f"{asked}\n\n{filled(questions.PLACE, group_id=found['group_id'])}",
+                [found],
+                {"group_id": group_link},
+                omit=("sample_id", "run_id", "episode_id"),
+                note=_place(connection, found["group_id"]),
+            ),
+            _engines_of(connection, sample_id),
+            _text_of(connection, contents, found),
+            # As its text, on its group's page where that is in the same file.
+            *(() if contents is None else _row_columns(connection, found["group_id"])),
+            _mismatch(connection, sample_id),
+            table_of("What became of it", ended, ask(connection, ended)),
+        ),
+        _above_sample(found),
+    )
+
+
+def _above_sample(found: Row) -> tuple[tuple[str, str], ...]:
+    """The pages that a sample belongs to."""
+    of_agent = (f"Episode {found['episode_id']}", episode_link(found))
+    return (
+        (f"Run {found['run_id']}", run_link(found)),
+        step_of(found),
+        (f"Group {found['group_id']}", group_link(found)),
+        *((of_agent,) if found["episode_id"] else ()),
+    )
+
+
+def _engines_of(connection: sa.Connection, sample_id: int) -> Panel:
+    """A sample's leases, each a bar over its time."""
     sql = filled(questions.LEASES, sample_id=sample_id, most=questions.MOST_LEASES)
     leases = ask(connection, sql)
     spans = [
@@ -583,37 +691,8 @@ def sample(connection: sa.Connection, contents: Contents | None, sample_id: int)
         )
         for row in leases
     ]
-    ended = filled(questions.ENDS, sample_id=sample_id, most=questions.MOST_ENDS)
-    text = _text_of(connection, contents, found)
-    above = [
-        (f"Run {found['run_id']}", f"/runs/{found['run_id']}"),
-        step_of(found),
-        (f"Group {found['group_id']}", group_link(found)),
-    ]
-    if found["episode_id"]:
-        above.append((f"Episode {found['episode_id']}", f"/episodes/{found['episode_id']}"))
     table = table_of("Engines", sql, leases, note="one colour for each epoch (lease)")
-    drawn = (charts.rows("time on each engine", spans),) if spans else ()
-    return Page(
-        f"Sample {sample_id}",
-        (
-            table_of(
-                "Sample",
-                f"{asked}\n\n{filled(questions.PLACE, group_id=found['group_id'])}",
-                [found],
-                {"group_id": group_link},
-                omit=("sample_id", "run_id", "episode_id"),
-                note=_place(connection, found["group_id"]),
-            ),
-            dataclasses.replace(table, charts=drawn),
-            text,
-            # As its text, on its group's page where that is in the same file.
-            *(() if contents is None else _row_columns(connection, found["group_id"])),
-            _mismatch(connection, sample_id),
-            table_of("What became of it", ended, ask(connection, ended)),
-        ),
-        tuple(above),
-    )
+    return dataclasses.replace(table, charts=(charts.rows("time on each engine", spans),) if spans else ())
 
 
 def _text_of(connection: sa.Connection, contents: Contents | None, found: Row) -> Panel:
@@ -670,66 +749,34 @@ def _mismatch(connection: sa.Connection, sample_id: int) -> Panel:
     return table if rows else dataclasses.replace(table, empty="no step that learned from it says so")
 
 
+_OF_CALLS = (
+    "of tools whose effects are outside, and which the agent's gateway asked for it; others leave only what they added to "
+    "the next turn's prompt"
+)
+
+
 def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> Page:
     """An agent's episode turn by turn, with the calls of its tools. Raises `LedgerError` where it has no turns."""
     sql = filled(questions.EPISODE, episode_id=episode_id, most=questions.MOST_TURNS)
     run_id = run_of_episode(connection, episode_id)
     found = ask(connection, sql)
-    tokenizer = _tokenizer(connection, run_id)
     ids = [row["sample_id"] for row in found]
-    read = contents.read(connection, ids, tokenizer, added=True)
+    read = contents.read(connection, ids, _tokenizer(connection, run_id), added=True)
     asked = filled(questions.TOOL_CALLS, episode_id=episode_id, most=questions.MOST_CALLS)
     calls = ask(connection, asked)
-    shared = filled(questions.POLICIES, episode_id=episode_id, most=questions.MOST_POLICIES)
-    policies = ask(connection, shared)
-    # Of a turn of several samples its last one says which tools came after it.
-    last = {row["number"]: row["sample_id"] for row in found}
-    said, before = list[Text](), None
-    for row, one in zip(found, read, strict=True):
-        if row["number"] != before:  # the samples of a turn have one prompt
-            between = f"; {charts.number(row['between_s'])} s after the turn before"
-            said.append(
-                Text(
-                    f"before turn {row['number']}: task, tools and agent",
-                    "",
-                    clean(
-                        f"{row['added_tokens']:,} of {row['prompt_tokens']:,} prompt tokens are new"
-                        + (between if row["between_s"] is not None else "")
-                    ),
-                    one.prompt,
-                )
-            )
-        before = row["number"]
-        said.append(
-            Text(
-                f"turn {row['number']}, sample {row['sample_id']}",
-                sample_link(row),
-                clean(
-                    f"{row['completion_tokens']:,} tokens; {row['state']}; reward {charts.number(row['reward'])}"
-                    + (_called(calls, row["number"]) if last[row["number"]] == row["sample_id"] else ""),
-                    _MOST_FACTS,
-                ),
-                one.completion,
-                one.pieces,
-                one.rest,
-            )
-        )
+    of_it = filled(questions.EPISODE_FACTS, episode_id=episode_id)
+    facts = row_of(connection, of_it, f"episode {episode_id}")
     return Page(
-        f"Episode {episode_id}",
+        _episode_title(episode_id, facts),
         (
+            table_of("Episode", of_it, [facts]),
             table_of("Turns", sql, found, {"sample_id": sample_link}),
-            *_policies(shared, policies),
-            table_of(
-                "Tool calls",
-                asked,
-                calls,
-                note="of tools whose effects are outside, and which the agent's gateway asked for it; others leave only what they added to "
-                "the next turn's prompt",
-            ),
+            *_policies(connection, episode_id),
+            table_of("Tool calls", asked, calls, note=_OF_CALLS),
             Panel(
                 "Turn by turn",
                 f"{sql}\n\n{_marked_sql(ids)}",
-                texts=tuple(said),
+                texts=tuple(_turn_by_turn(found, read, calls)),
                 marks=_marks_of(read, "none"),
             ),
         ),
@@ -737,8 +784,44 @@ def episode(connection: sa.Connection, contents: Contents, episode_id: int) -> P
     )
 
 
-def _policies(sql: str, found: Sequence[Row]) -> tuple[Panel, ...]:
+def _episode_title(episode_id: int, facts: Row) -> str:
+    """With its name, which says purpose, step, task and place in the group of a run that plays it; step and reward once one took it."""
+    known = [f"step {facts['step']}"] if facts["step"] is not None else []
+    known += [f"reward {charts.number(facts['reward'])}"] if facts["reward"] is not None else []
+    return ", ".join([f"Episode {episode_id}: {clean(facts['name'])} of run {clean(facts['run'])}", *known])
+
+
+def _turn_by_turn(found: Sequence[Row], read: Sequence[Read], calls: Sequence[Row]) -> Iterator[Text]:
+    """Before each turn what its prompt adds, and then each of its samples; of several the last one says which tools came after it."""
+    last = {row["number"]: row["sample_id"] for row in found}
+    before = None
+    for row, one in zip(found, read, strict=True):
+        if row["number"] != before:  # the samples of a turn have one prompt
+            yield _before_turn(row, one)
+        before = row["number"]
+        called = _called(calls, row["number"]) if last[row["number"]] == row["sample_id"] else ""
+        facts = f"{row['completion_tokens']:,} tokens; {row['state']}; reward {charts.number(row['reward'])}"
+        yield Text(
+            f"turn {row['number']}, sample {row['sample_id']}",
+            sample_link(row),
+            clean(facts + called, _MOST_FACTS),
+            one.completion,
+            one.pieces,
+            one.rest,
+        )
+
+
+def _before_turn(row: Row, one: Read) -> Text:
+    between = row["between_s"]
+    later = "" if between is None else f"; {charts.number(between)} s after the turn before"
+    new = f"{row['added_tokens']:,} of {row['prompt_tokens']:,} prompt tokens are new{later}"
+    return Text(f"before turn {row['number']}: task, tools and agent", "", clean(new), one.prompt)
+
+
+def _policies(connection: sa.Connection, episode_id: int) -> tuple[Panel, ...]:
     """Whose turns these are, where other runs answered for agents of the episode; nothing where none did."""
+    sql = filled(questions.POLICIES, episode_id=episode_id, most=questions.MOST_POLICIES)
+    found = ask(connection, sql)
     if len(found) < 2:
         return ()
     note = "each run's own part of the episode, with its turns; the state is that of its delivery to the run's trainer"
@@ -770,59 +853,77 @@ _NO_CLUSTER = (
 
 def harm(connection: sa.Connection) -> Page:
     """GPU-hours given to each user's runs, by account and by run, and other users' waits while harvested jobs had GPUs there."""
+    panels = (
+        _waits_by_day(connection),
+        _waits_by_partition(connection),
+        _waits(connection),
+        _preemptions(connection),
+        *_gpu_hours(connection),
+    )
+    if any(panel.body for panel in panels) or ask(connection, questions.ANY_POLL + ";"):
+        return Page("Harm", panels)
+    return Page("Harm", (Panel("No shared GPU was used", questions.ANY_POLL + ";", empty=_NO_CLUSTER),))
+
+
+def _waits_by_day(connection: sa.Connection) -> Panel:
+    sql = queries.load_report("other_users_waiting")
+    return table_of(
+        "By day: hours in which other users' jobs waited, with harvested jobs there and in all",
+        sql,
+        ask(connection, sql)[-questions.MOST_WAITS :],
+        note="of any partition; the hours in which nothing was harvested are those without us",
+    )
+
+
+def _waits_by_partition(connection: sa.Connection) -> Panel:
+    sql = filled(questions.WAITS_BY_DAY)
+    waited = ask(connection, sql)[: questions.MOST_WAITS]
+    several = len({row["cluster"] for row in waited}) > 1
+    return table_of(
+        f"By day{', cluster' if several else ''} and partition: other users' waits with GPUs of ours there, and without",
+        sql,
+        [{**row, "cluster": row["cluster"] or "the daemon's own"} for row in waited],
+        omit=() if several else ("cluster",),
+        note="of partitions that share nodes with the harvest partition. Days differ in more than in us: more jobs wait when "
+        "the cluster is full, and then we hold little",
+    )
+
+
+def _waits(connection: sa.Connection) -> Panel:
+    sql = queries.bounded(queries.load_report("other_users_waits"), questions.MOST_WAITS, None)
+    return table_of(
+        "Other users' waits with GPUs of ours there",
+        sql,
+        ask(connection, sql),
+        note="Waits that a poll saw while we held GPUs in the job's partitions; not every one is due to us. "
+        "A wait that began and ended between two polls is in sacct alone, to the second.",
+    )
+
+
+def _preemptions(connection: sa.Connection) -> Panel:
+    sql = filled(questions.PREEMPTIONS_BY_DAY)
+    return table_of(
+        "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",
+        sql,
+        ask(connection, sql)[: questions.MOST_WAITS],
+        note="Whatever the polls saw; Slurm's times are whole seconds. How long is known of engines with notice: others may "
+        "have kept their GPUs for all of GraceTime.",
+    )
+
+
+def _gpu_hours(connection: sa.Connection) -> tuple[Panel, Panel]:
     by_account = queries.load_report("harvested_gpu_hours_by_account")
     by_run = queries.load_report("harvested_gpu_hours_by_user")
-    waits = queries.bounded(queries.load_report("other_users_waits"), questions.MOST_WAITS, None)
-    by_day, by_partition = queries.load_report("other_users_waiting"), filled(questions.WAITS_BY_DAY)
-    preempted = filled(questions.PREEMPTIONS_BY_DAY)
-    waited = ask(connection, by_partition)[: questions.MOST_WAITS]
-    several = len({row["cluster"] for row in waited}) > 1
-    shown = Page(
-        "Harm",
-        (
-            table_of(
-                "By day: hours in which other users' jobs waited, with harvested jobs there and in all",
-                by_day,
-                ask(connection, by_day)[-questions.MOST_WAITS :],
-                note="of any partition; the hours in which nothing was harvested are those without us",
-            ),
-            table_of(
-                f"By day{', cluster' if several else ''} and partition: other users' waits with GPUs of ours there, and without",
-                by_partition,
-                [{**row, "cluster": row["cluster"] or "the daemon's own"} for row in waited],
-                omit=() if several else ("cluster",),
-                note="of partitions that share nodes with the harvest partition. Days differ in more than in us: more jobs wait when "
-                "the cluster is full, and then we hold little",
-            ),
-            table_of(
-                "Other users' waits with GPUs of ours there",
-                waits,
-                ask(connection, waits),
-                note="Waits that a poll saw while we held GPUs in the job's partitions; not every one is due to us. "
-                "A wait that began and ended between two polls is in sacct alone, to the second.",
-            ),
-            table_of(
-                "By day: engines that Slurm preempted for other users, and how long their GPUs were ours after they had left",
-                preempted,
-                ask(connection, preempted)[: questions.MOST_WAITS],
-                note="Whatever the polls saw; Slurm's times are whole seconds. How long is known of engines with notice: others may "
-                "have kept their GPUs for all of GraceTime.",
-            ),
-            table_of(
-                "GPU-hours given, by user and account",
-                by_account,
-                ask(connection, by_account)[: questions.MOST_WAITS],
-                note="The account is that of the run's training job in Slurm. none: Slurm has no account for it; unknown: no training "
-                "job of the run was seen in the queue.",
-            ),
-            table_of(
-                "GPU-hours given, by user and run", by_run, ask(connection, by_run)[: questions.MOST_WAITS]
-            ),
+    return (
+        table_of(
+            "GPU-hours given, by user and account",
+            by_account,
+            ask(connection, by_account)[: questions.MOST_WAITS],
+            note="The account is that of the run's training job in Slurm. none: Slurm has no account for it; unknown: no training "
+            "job of the run was seen in the queue.",
         ),
+        table_of("GPU-hours given, by user and run", by_run, ask(connection, by_run)[: questions.MOST_WAITS]),
     )
-    if any(panel.body for panel in shown.panels) or ask(connection, questions.ANY_POLL + ";"):
-        return shown
-    return Page("Harm", (Panel("No shared GPU was used", questions.ANY_POLL + ";", empty=_NO_CLUSTER),))
 
 
 def decisions(connection: sa.Connection, before: int = 2**62) -> Page:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from scavenger.errors import LedgerError
+from scavenger.errors import NotInLedger
 from scavenger.ledger.read import typed
 from scavenger.printable import amount, printable
 from scavenger.web import charts, questions
@@ -93,13 +94,13 @@ def moment(at: float | None) -> str:
 
 
 def cell_of(name: str, value: object, href: str = "") -> Cell:
-    if name == "at" or name.endswith("_at"):
+    if name == "at" or name.endswith(("_at", "unix_s")):
         return Cell(moment(value if isinstance(value, int | float) else None))
     if value is None:
         return Cell("-", right=True)
     if isinstance(value, str | bytes | bool):
         return Cell(clean(value), href, tone=name if name == "state" else "")
-    if name.endswith(("_id", "unix_s")) or name == "id":
+    if name.endswith("_id") or name == "id":
         return Cell(str(value), href, right=True)
     try:
         shown = charts.number(value if isinstance(value, int) else float(str(value)))
@@ -131,7 +132,7 @@ def table_of(
         tuple(cell_of(name, row[name], by[name](row) if name in by else "") for name in names)
         for row in found
     )
-    shown = tuple(clean(name.replace("_", " "), 60) for name in names)
+    shown = tuple(clean(re.sub("unix_s$", "at", name).replace("_", " "), 60) for name in names)
     return Panel(title, sql, head=shown, body=body, empty="" if found else "none", **options)
 
 
@@ -173,9 +174,10 @@ def notes(*said: str) -> str:
 
 
 def row_of(connection: sa.Connection, sql: str, what: str) -> Row:
+    """The first row. Raises `NotInLedger` where there is none."""
     found = ask(connection, sql)
     if not found:
-        raise LedgerError(f"the ledger has no {what}", "it may have been purged")
+        raise NotInLedger(f"the ledger has no {what}", "it may have been purged")
     return found[0]
 
 

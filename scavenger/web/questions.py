@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES, MOST_REWARDS = 20, 500, 200, 200, 5_000
+MOST_RUNS, MOST_STEPS, MOST_MARKS, MOST_SAMPLES = 20, 500, 200, 200
 MOST_SEARCHED = 2_000
-MOST_STEP_LEASES, MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 20_000, 200, 20, 100, 6
+MOST_STEP_ENGINES, MOST_SINCE, MOST_BACK, MOST_COMPARED = 200, 20, 100, 6
 MOST_GROUP, MOST_LEASES, MOST_ENDS, MOST_TURNS, MOST_DECISIONS, MOST_WAITS = 16, 500, 200, 50, 100, 200
 MOST_CALLS, MOST_EPISODES, MOST_POLICIES = 200, 50, 64
 
-RUNS = """-- Runs: the open ones first, then those that ended, each the newest first.
-SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, created_at, ended_at
-FROM v_runs ORDER BY CASE WHEN state = 'active' THEN 0 ELSE 1 END, run_id DESC LIMIT {most}"""
+#: Where a run that is open stands in the list of runs: so much above its number, and so above all that ended.
+ACTIVE_PLACE = 1_000_000_000_000
+
+RUNS = """-- Runs before a place: the open ones first, then those that ended, each the newest first.
+WITH placed AS (SELECT run_id, run_id + CASE WHEN state = 'active' THEN 1000000000000 ELSE 0 END AS place FROM v_runs)
+SELECT r.run_id, r.name, r.owner, r.state, r.reason, r.attempt, r.last_step, r.last_version, r.created_at, r.ended_at
+FROM placed p JOIN v_runs r ON r.run_id = p.run_id WHERE p.place < {before} ORDER BY p.place DESC LIMIT {most}"""
 
 RUN = """-- One run.
 SELECT run_id, name, owner, state, reason, attempt, last_step, last_version, tokenizer, created_at, ended_at
@@ -26,10 +30,13 @@ FROM v_runs WHERE run_id = {run_id}"""
 #: Characters of metrics that are read: of one row, and of a run's rows together. A run that keeps to both is drawn whole.
 MOST_METRICS, MOST_RUN_METRICS = 65_536, 8_000_000
 
+#: Before every step, and after every time in Unix seconds.
+NO_STEP, NO_TIME = 2**62, 1e15
+
 #: `cut`: 1 where a step's metrics are not read. Sizes are asked first: a database sorts no text that is not shown.
-STEPS = """-- The newest train steps of a run that no later attempt went back before; of their metrics 64 Ki characters each, 8 M together.
+STEPS = """-- The newest train steps of a run below a number that no later attempt undid; of their metrics 64 Ki characters, 8 M together.
 WITH newest AS (
-  SELECT id, length(metrics) AS size FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL
+  SELECT id, length(metrics) AS size FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL AND step < {before}
   ORDER BY id DESC LIMIT {most}
 ), counted AS (
   SELECT id, sum(size) OVER (ORDER BY id DESC) AS so_far FROM newest WHERE size <= 65536
@@ -38,13 +45,18 @@ SELECT s.step, s.attempt, s.version, CASE WHEN c.so_far <= 8000000 THEN substr(s
        CASE WHEN c.so_far <= 8000000 THEN 0 ELSE 1 END AS cut, s.committed_at
 FROM newest n JOIN v_steps s ON s.id = n.id LEFT JOIN counted c ON c.id = n.id ORDER BY s.id DESC"""
 
-MARKS = """-- Engines of a run that left, whatever the reason, newest first: what ended the allocation of its last engine, and their tokens.
-SELECT w.left_at, w.node, w.job_id, w.kind, w.reason,
+MARKS = """-- Engines of a run that left until a Unix time, newest first: what ended the allocation of its last engine, and their tokens.
+SELECT w.left_at, w.place AS node, w.job_id, w.kind, w.reason,
        CASE WHEN w.worker_id = (SELECT max(worker_id) FROM v_workers x WHERE x.intent_id = h.intent_id AND x.incarnation = h.restart_count)
             THEN COALESCE(h.reason, '') ELSE '' END AS allocation_ended,
        CASE WHEN w.notice IS NULL THEN '' WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, w.samples, w.salvaged, w.regenerated
 FROM v_workers w LEFT JOIN v_gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
-WHERE w.run_id = {run_id} AND w.left_at IS NOT NULL ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
+WHERE w.run_id = {run_id} AND w.left_at <= {until} ORDER BY w.left_at DESC, w.worker_id LIMIT {most}"""
+
+COUNTS = """-- How many steps and evaluations a run has that no later attempt went back before, and engines that left.
+SELECT (SELECT count(*) FROM v_steps WHERE run_id = {run_id} AND purpose = 'train' AND rewound_by IS NULL) AS steps,
+       (SELECT count(*) FROM v_steps WHERE run_id = {run_id} AND purpose = 'eval' AND rewound_by IS NULL) AS evaluations,
+       (SELECT count(*) FROM v_workers WHERE run_id = {run_id} AND left_at IS NOT NULL) AS engines"""
 
 STEP = """-- One train step, of each attempt that committed it, newest first.
 SELECT s.step, s.attempt, s.version, s.rewound_by,
@@ -53,15 +65,44 @@ SELECT s.step, s.attempt, s.version, s.rewound_by,
 FROM v_steps s LEFT JOIN v_attempts a ON a.run_id = s.run_id AND a.attempt = s.attempt
 WHERE s.run_id = {run_id} AND s.purpose = 'train' AND s.step = {step} ORDER BY s.id DESC LIMIT {most}"""
 
-STEP_LEASES = """-- When which engine generated samples of a train step, or turns during it; of an attempt that began at a Unix time.
-SELECT l.worker_id, l.granted_at, COALESCE(l.ended_at, n.unix_s) AS until_at,
-       CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len AS tokens
-FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id CROSS JOIN v_now n
-WHERE g.run_id = {run_id} AND g.purpose IN ('train', 'turn') AND g.step = {step} AND l.granted_at >= {since}
-ORDER BY l.granted_at, l.sample_id LIMIT {most}"""
+#: `until`: when the step was committed. Leases of an engine less than `gap` seconds apart are one spell.
+_SPELLS = """WITH leased AS (
+  SELECT l.worker_id, l.sample_id, l.epoch, l.granted_at,
+         CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len AS n,
+         CASE WHEN COALESCE(l.ended_at, n.unix_s) < {until} THEN COALESCE(l.ended_at, n.unix_s) ELSE {until} END AS until_at
+  FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id JOIN v_leases l ON l.sample_id = s.sample_id CROSS JOIN v_now n
+  WHERE g.run_id = {run_id} AND g.purpose IN ('train', 'turn') AND g.step = {step} AND l.granted_at >= {since}
+), previous AS (
+  SELECT worker_id, sample_id, epoch, granted_at, n, until_at, max(until_at) OVER (PARTITION BY worker_id
+         ORDER BY granted_at, sample_id, epoch ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_at FROM leased
+), numbered AS (
+  SELECT worker_id, granted_at, until_at, n, sum(CASE WHEN granted_at <= before_at + {gap} THEN 0 ELSE 1 END) OVER (PARTITION BY worker_id
+         ORDER BY granted_at, sample_id, epoch ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS spell FROM previous
+), spells AS (
+  SELECT worker_id, min(granted_at) AS granted_at, max(until_at) AS until_at, sum(n) AS tokens FROM numbered GROUP BY worker_id, spell
+)
+"""
+
+STEP_LEASES = (
+    """-- How long which engine generated samples of a train step, or turns during it, and when; of an attempt that began at a Unix time.
+"""
+    + _SPELLS.replace("{gap}", "0")
+    + """SELECT worker_id, min(granted_at) AS granted_at, max(until_at) AS until_at, sum(tokens) AS tokens,
+       sum(CASE WHEN until_at > granted_at THEN until_at - granted_at ELSE 0 END) AS generating_s
+FROM spells GROUP BY worker_id ORDER BY worker_id"""
+)
+
+#: `workers`: whole numbers, joined by commas, as `listed` gives them.
+STEP_SPELLS = (
+    """-- When some engines generated samples of a train step, or turns during it; with no gap that is too short to be seen.
+"""
+    + _SPELLS
+    + """SELECT worker_id, granted_at, until_at FROM spells WHERE worker_id IN ({workers}) AND until_at > granted_at
+ORDER BY worker_id, granted_at"""
+)
 
 STEP_ENGINES = """-- Engines of a run that were there between two times, in Unix seconds.
-SELECT w.worker_id, w.kind, w.node, w.gpus, w.joined_at, COALESCE(w.left_at, n.unix_s) AS until_at
+SELECT w.worker_id, w.kind, w.place AS node, w.gpus, w.joined_at, COALESCE(w.left_at, n.unix_s) AS until_at, count(*) OVER () AS engines
 FROM v_workers w CROSS JOIN v_now n
 WHERE w.run_id = {run_id} AND w.joined_at < {until} AND (w.left_at IS NULL OR w.left_at > {since})
 ORDER BY w.kind DESC, w.worker_id LIMIT {most}"""
@@ -88,14 +129,25 @@ SELECT a.purpose, b.group_id AS group_then, a.group_id AS group_now, b.reward AS
 FROM scored a JOIN scored b ON b.prompt = a.prompt AND b.purpose = a.purpose AND b.step = {since}
 WHERE a.step = {step} ORDER BY abs(COALESCE(a.reward - b.reward, 0)) DESC, a.group_id, b.group_id LIMIT {most}"""
 
-REWARDS = """-- How many samples of a step have which reward.
-SELECT s.reward, count(*) AS samples
+#: Of a prompt that was generated again, such as for a step that a later attempt repeated, only the last samples count.
+REWARD_RANGE = """-- The least and the greatest reward of a step's samples that were not superseded.
+WITH own AS (
+  SELECT s.reward FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
+  WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND s.state <> 'superseded'
+    AND abs(s.reward) <= 1.7976931348623157e308
+)
+SELECT 'least' AS bound, min(reward) AS reward FROM own UNION ALL SELECT 'greatest' AS bound, max(reward) AS reward FROM own"""
+
+#: `bin`: as `filled_bins` fills it in.
+REWARDS = """-- How many samples of a step that were not superseded have a reward of which bin.
+SELECT CASE {bin} END AS bin, count(*) AS samples
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
-WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND s.reward IS NOT NULL
-GROUP BY s.reward ORDER BY s.reward LIMIT {most}"""
+WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step} AND s.state <> 'superseded'
+  AND abs(s.reward) <= 1.7976931348623157e308
+GROUP BY 1 ORDER BY 1"""
 
 #: `only`: 0 all, 1 moved, 2 masked, 3 cut off, 4 filtered, 5 of groups of several whose rewards are all equal.
-#: `order`: 0 by number, 1 best first, 2 worst first. `low` <= reward < `high` if `ranged`.
+#: `order`: 0 by number, 1 best first, 2 worst first. `ranged`: of those that `REWARDS` counts, `low` <= reward < `high`.
 SAMPLES = """-- Samples of a train step.
 SELECT s.sample_id, s.group_id, s.sample_index, s.state, s.reason, s.finish, s.accepted_len, s.moves, s.regenerated, s.reward, s.advantage
 FROM v_groups g JOIN v_samples s ON s.group_id = g.group_id
@@ -106,17 +158,17 @@ WHERE g.run_id = {run_id} AND g.purpose = 'train' AND g.step = {step}
          SELECT e.group_id FROM v_groups e JOIN v_samples r ON r.group_id = e.group_id
          WHERE e.run_id = {run_id} AND e.purpose = 'train' AND e.step = {step}
          GROUP BY e.group_id HAVING count(r.reward) > 1 AND min(r.reward) = max(r.reward))))
-  AND ({ranged} = 0 OR (s.reward >= {low} AND s.reward < {high}))
+  AND ({ranged} = 0 OR (s.reward >= {low} AND s.reward < {high} AND s.state <> 'superseded'))
 ORDER BY CASE WHEN {order} = 0 THEN 0.0 WHEN s.reward IS NULL THEN 1e300 WHEN {order} = 1 THEN -s.reward ELSE s.reward END, s.sample_id
 LIMIT {most}"""
 
 #: The same of an evaluation, which has the number of the step that it came after.
-EVALUATION, EVALUATION_REWARDS, EVALUATION_SAMPLES = (
+EVALUATION, EVALUATION_REWARD_RANGE, EVALUATION_REWARDS, EVALUATION_SAMPLES = (
     sql.replace("One train step", "One evaluation")
-    .replace("of a step have", "of an evaluation have")
+    .replace("of a step", "of an evaluation")
     .replace("of a train step", "of an evaluation")
     .replace("purpose = 'train'", "purpose = 'eval'")
-    for sql in (STEP, REWARDS, SAMPLES)
+    for sql in (STEP, REWARD_RANGE, REWARDS, SAMPLES)
 )
 EVALUATIONS = STEPS.replace("train steps of a run", "evaluations of a run").replace("'train'", "'eval'")
 
@@ -141,7 +193,7 @@ FROM v_samples s JOIN v_groups g ON g.group_id = s.group_id LEFT JOIN v_turns t 
 WHERE s.sample_id = {sample_id}"""
 
 LEASES = """-- The engines that had one sample, in order: from which length to which, and why each lease ended.
-SELECT l.epoch, l.worker_id, COALESCE(w.kind, '') AS kind, COALESCE(w.node, '') AS node, COALESCE(w.job_id, 0) AS job_id, l.version,
+SELECT l.epoch, l.worker_id, COALESCE(w.kind, '') AS kind, COALESCE(w.place, '') AS node, COALESCE(w.job_id, 0) AS job_id, l.version,
        l.start_len, CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END AS end_len, l.regenerated, l.reason,
        l.granted_at, COALESCE(l.ended_at, n.unix_s) AS until_at
 FROM v_leases l JOIN v_samples s ON s.sample_id = l.sample_id CROSS JOIN v_now n
@@ -172,6 +224,14 @@ EPISODES = """-- The newest episodes of a run.
 SELECT e.episode_id, e.name, e.state, e.reason, (SELECT count(*) FROM v_turns t WHERE t.episode_id = e.episode_id) AS turns, e.begun_at,
        e.ended_at
 FROM v_episodes e WHERE e.run_id = {run_id} ORDER BY e.episode_id DESC LIMIT {most}"""
+
+EPISODE_FACTS = """-- What an episode is: its run and name, the step that was taken with it, and what that paid.
+SELECT r.name AS run, e.name, e.state, min(s.ended_step) AS step, max(s.reward) AS reward, max(s.advantage) AS advantage, e.worker,
+       e.begun_at, e.ended_at
+FROM v_episodes e JOIN v_runs r ON r.run_id = e.run_id
+LEFT JOIN v_turns t ON t.episode_id = e.episode_id
+LEFT JOIN v_samples s ON s.group_id = t.group_id AND s.state IN ('consumed', 'filtered', 'masked', 'evaluated')
+WHERE e.episode_id = {episode_id} GROUP BY r.name, e.name, e.state, e.worker, e.begun_at, e.ended_at LIMIT 1"""
 
 EPISODE = """-- The turns of an episode and their samples, in order.
 SELECT t.number, t.begun_at, s.sample_id, t.parent_id, t.prefix_len, t.prompt_tokens, t.added_tokens, t.between_s, t.model_s,
@@ -306,6 +366,18 @@ def filled(sql: str, **numbers: float) -> str:
     return sql.format(**{name: repr(value) for name, value in numbers.items()}) + ";"
 
 
+def filled_bins(sql: str, edges: Sequence[float], **numbers: float) -> str:
+    """The statement with the number of a reward's bin, from 0, in place of `bin`. `edges`: the bins' lower ones, and the last upper one."""
+    upper = {f"edge_{i}": edge for i, edge in enumerate(edges[1:])}
+    cases = " ".join(f"WHEN s.reward < {{edge_{i}}} THEN {i}" for i in range(len(upper)))
+    return filled(sql.replace("{bin}", cases), **upper, **numbers)
+
+
 def filled_list(sql: str, name: str, numbers: Sequence[int]) -> str:
     """The statement with whole numbers in place of `name`, joined by commas; of none, with 0, which no row has."""
-    return sql.format(**{name: ", ".join(str(int(one)) for one in numbers) or "0"}) + ";"
+    return sql.format(**{name: listed(numbers)}) + ";"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Whole numbers, joined by commas; of none, 0, which no row has."""
+    return ", ".join(str(int(one)) for one in numbers) or "0"

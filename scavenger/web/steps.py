@@ -6,7 +6,8 @@ Boundary: one subject of `pages`, which has the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -29,7 +30,7 @@ from scavenger.web.panels import (
     sample_link,
     table_of,
 )
-from scavenger.web.questions import filled, filled_list
+from scavenger.web.questions import filled, filled_bins, filled_list
 
 NEEDS_CONTENTS = "which prompts are the same needs the role scavenger_contents"
 FILTERS = {
@@ -78,21 +79,12 @@ def step(
 ) -> Page:
     """One train step: what its time went to, rewards in bins, its samples. `bin_`: only this bin's, -1 = all. `contents` None: no sample's
     text."""
-    here = f"/runs/{run_id}/steps/{number}"
     asked = filled(questions.STEP, run_id=run_id, step=number, most=questions.MOST_RUNS)
     attempts = ask(connection, asked)
     metrics = metrics_of(attempts[0]) if attempts else {}
     went = parts(metrics)
     scored = scores(connection, run_id, number, chosen, bin_, contents=contents)
     played = _episodes(connection, run_id, number)
-    shared = filled(
-        questions.SAME_PROMPTS,
-        run_id=run_id,
-        step=number,
-        back=questions.MOST_BACK,
-        most=questions.MOST_SINCE,
-    )
-    with_prompts = may_read(connection, "groups")
     if not attempts and not scored.found:
         row_of(connection, filled(questions.RUN, run_id=run_id), f"run {run_id}")
     return Page(
@@ -112,18 +104,26 @@ def step(
             *played,
             *(() if played and not scored.found else (scored.rewards, scored.samples)),
             table_of("Metrics", asked, _values(metrics), note=cut_note(attempts[:1])),
-            table_of(
-                "The same prompts before",
-                shared,
-                ask(connection, shared) if with_prompts else [],
-                {"since_step": lambda row: f"{here}/since/{row['since_step']}"},
-                note=f"of the {questions.MOST_BACK} steps before; choose one to see which prompts' rewards changed since. "
-                f"Any other: {here}/since/STEP"
-                if with_prompts
-                else f"not shown: {NEEDS_CONTENTS}",
-            ),
+            _same_prompts(connection, run_id, number),
         ),
         ((f"Run {run_id}", f"/runs/{run_id}"),),
+    )
+
+
+def _same_prompts(connection: sa.Connection, run_id: int, number: int) -> Panel:
+    """Earlier steps that completed prompts of this one."""
+    here = f"/runs/{run_id}/steps/{number}"
+    back = questions.MOST_BACK
+    asked = filled(questions.SAME_PROMPTS, run_id=run_id, step=number, back=back, most=questions.MOST_SINCE)
+    readable = may_read(connection, "groups")
+    return table_of(
+        "The same prompts before",
+        asked,
+        ask(connection, asked) if readable else [],
+        {"since_step": lambda row: f"{here}/since/{row['since_step']}"},
+        note=f"of the {back} steps before; choose one to see which prompts' rewards changed since. Any other: {here}/since/STEP"
+        if readable
+        else f"not shown: {NEEDS_CONTENTS}",
     )
 
 
@@ -161,7 +161,7 @@ def _episodes(
     of = questions.EVALUATION_EPISODES if evaluation else questions.STEP_EPISODES
     sql = filled(of, run_id=run_id, step=number, most=questions.MOST_SAMPLES)
     found = ask(connection, sql)
-    rewards = charts.bins([(float(row["reward"]), 1) for row in found if row["reward"] is not None])
+    rewards = charts.bins([float(row["reward"]) for row in found if row["reward"] is not None])
     table = table_of(
         "Episodes",
         sql,
@@ -177,6 +177,44 @@ def _values(metrics: Mapping[str, float]) -> list[Row]:
     return [{"metric": clean(name), "value": value} for name, value in sorted(metrics.items())]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Bins:
+    """(low, high, samples) of each bin of rewards, and the statements that they come from. `any`: whether a sample has a reward."""
+
+    found: list[tuple[float, float, int]]
+    sql: str
+    any: bool
+
+
+def _bins(connection: sa.Connection, run_id: int, number: int, *, evaluation: bool) -> _Bins:
+    of = questions.EVALUATION_REWARD_RANGE if evaluation else questions.REWARD_RANGE
+    asked = filled(of, run_id=run_id, step=number)
+    ends = [float(row["reward"]) for row in ask(connection, asked) if row["reward"] is not None]
+    edges = charts.edges(min(ends), max(ends)) if ends else []
+    if not edges:
+        return _Bins([], asked, bool(ends))
+    of = questions.EVALUATION_REWARDS if evaluation else questions.REWARDS
+    sql = filled_bins(of, edges, run_id=run_id, step=number)
+    counts = {row["bin"]: int(row["samples"]) for row in ask(connection, sql)}
+    binned = [(a, b, counts.get(i, 0)) for i, (a, b) in enumerate(itertools.pairwise(edges))]
+    return _Bins(binned, f"{asked}\n\n{sql}", True)
+
+
+def _rewards(binned: _Bins, here: str, chosen: str) -> Panel:
+    """The bins of the page `here`, each a link to its samples."""
+    hrefs = [narrowed_path(here, chosen, i) for i in range(len(binned.found))]
+    nothing = (
+        "its rewards are further apart than a number can say" if binned.any else "no sample has a reward yet"
+    )
+    return Panel(
+        "Rewards",
+        binned.sql,
+        "choose a bar to see its samples; those whose prompt was generated again are not counted",
+        charts=(charts.histogram("samples by reward", binned.found, hrefs),) if binned.found else (),
+        empty="" if binned.found else nothing,
+    )
+
+
 def scores(
     connection: sa.Connection,
     run_id: int,
@@ -190,17 +228,9 @@ def scores(
     """Of a step, or of the evaluation after it. `bin_`: only this bin's samples, -1 = all. `contents`: who has how each completion
     begins; None: the table has no such column."""
     here = f"/runs/{run_id}/{'evals' if evaluation else 'steps'}/{number}"
-    sql = filled(
-        questions.EVALUATION_REWARDS if evaluation else questions.REWARDS,
-        run_id=run_id,
-        step=number,
-        most=questions.MOST_REWARDS,
-    )
-    counts = [(float(row["reward"]), int(row["samples"])) for row in ask(connection, sql)]
-    binned = charts.bins(counts)
-    hrefs = [narrowed_path(here, chosen, i) for i in range(len(binned))]
-    ranged = 0 <= bin_ < len(binned)
-    low, high = binned[bin_][:2] if ranged else (0.0, 0.0)
+    binned = _bins(connection, run_id, number, evaluation=evaluation)
+    within = binned.found[bin_][:2] if 0 <= bin_ < len(binned.found) else None
+    low, high = within or (0.0, 0.0)
     only, order = FILTERS.get(chosen, FILTERS["all"])
     listed = filled(
         questions.EVALUATION_SAMPLES if evaluation else questions.SAMPLES,
@@ -208,40 +238,45 @@ def scores(
         step=number,
         only=only,
         order=order,
-        ranged=int(ranged),
+        ranged=int(within is not None),
         low=low,
         high=high,
         most=questions.MOST_SAMPLES,
     )
-    samples, why = ask(connection, listed), ""
-    if contents is not None and may_read(connection, "chunks"):
-        ids = [row["sample_id"] for row in samples]
-        begun, why = contents.beginnings(connection, run_id, ids)
-        listed += f"\n\n{filled_list(questions.MARKED, 'samples', ids)}"
-        if not why:
-            samples = [{**row, "completion": begun.get(row["sample_id"], "")} for row in samples]
-    choices = [(name, narrowed_path(here, name), name == chosen) for name in FILTERS]
-    if ranged:
-        choices.append((f"reward {charts.number(low)} to {charts.number(high)}: show all", here, True))
-    return Scored(
-        Panel(
-            "Rewards",
-            sql,
-            "choose a bar to see its samples",
-            charts=(charts.histogram("samples by reward", binned, hrefs),) if binned else (),
-            empty="" if binned else "no sample has a reward yet",
-        ),
-        table_of(
-            "Samples",
-            listed,
-            samples,
-            {"sample_id": sample_link, "group_id": group_link},
-            note=notes(f"at most {questions.MOST_SAMPLES}", why),
-            choices=tuple(choices),
-        ),
-        bool(samples or counts),
-        tuple(i for i, (*_, n) in enumerate(binned) if n),
+    samples, more, why = _begun(connection, run_id, ask(connection, listed), contents)
+    table = table_of(
+        "Samples",
+        listed + more,
+        samples,
+        {"sample_id": sample_link, "group_id": group_link},
+        note=notes(f"at most {questions.MOST_SAMPLES}", why),
+        choices=_choices(here, chosen, within),
     )
+    full = tuple(i for i, (*_, n) in enumerate(binned.found) if n)
+    return Scored(_rewards(binned, here, chosen), table, bool(samples) or binned.any, full)
+
+
+def _choices(here: str, chosen: str, within: tuple[float, float] | None) -> tuple[tuple[str, str, bool], ...]:
+    """The filters of the page `here`; and how to leave the bin of rewards that is shown, None = of every reward."""
+    found = [(name, narrowed_path(here, name), name == chosen) for name in FILTERS]
+    if within is not None:
+        low, high = map(charts.number, within)
+        found.append((f"reward {low} to {high}: show all", here, True))
+    return tuple(found)
+
+
+def _begun(
+    connection: sa.Connection, run_id: int, samples: list[Row], contents: Contents | None
+) -> tuple[list[Row], str, str]:
+    """(samples with how each completion begins, the statement for it, why there is none); as they are where these cannot be read."""
+    if contents is None or not may_read(connection, "chunks"):
+        return samples, "", ""
+    ids = [row["sample_id"] for row in samples]
+    begun, why = contents.beginnings(connection, run_id, ids)
+    more = f"\n\n{filled_list(questions.MARKED, 'samples', ids)}"
+    if why:
+        return samples, more, why
+    return [{**row, "completion": begun.get(row["sample_id"], "")} for row in samples], more, ""
 
 
 def narrowed_path(here: str, chosen: str, bin_: int = -1) -> str:
@@ -284,67 +319,97 @@ def parts(metrics: Mapping[str, float]) -> tuple[charts.Chart, ...]:
     return (charts.rows("seconds of the step by part", drawn),) if drawn else ()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """Of the engines that generated a step's samples: `by_worker` has how long and how much, from `begin` to `end` in Unix seconds.
+    `asked`: what every statement of theirs is of."""
+
+    by_worker: Mapping[int, Row]
+    begin: float
+    end: float
+    asked: Mapping[str, float]
+
+
 def _step_engines(connection: sa.Connection, run_id: int, number: int, commit: Row | None) -> Panel:
     """Where each GPU's seconds went from the first lease of a step's samples to its commit, or until now."""
-    since = (commit["attempt_started_at"] if commit else None) or 0.0
-    asked = filled(
-        questions.STEP_LEASES, run_id=run_id, step=number, since=since, most=questions.MOST_STEP_LEASES
-    )
-    leases = ask(connection, asked)
     title = "Where each GPU's seconds went"
-    if not leases:
+    since = (commit["attempt_started_at"] if commit else None) or 0.0
+    of = {
+        "run_id": run_id,
+        "step": number,
+        "since": since,
+        "until": commit["committed_at"] if commit else questions.NO_TIME,
+    }
+    asked = filled(questions.STEP_LEASES, **of)
+    leased = ask(connection, asked)
+    if not leased:
         return Panel(title, asked, empty="no engine had samples of this step yet")
-    begin = leases[0]["granted_at"]
-    end = max(begin, commit["committed_at"] if commit else max(row["until_at"] for row in leases))
+    begin = min(row["granted_at"] for row in leased)
+    end = max(begin, commit["committed_at"] if commit else max(row["until_at"] for row in leased))
+    use = _Use({row["worker_id"]: row for row in leased}, begin, end, of)
     there = filled(
         questions.STEP_ENGINES, run_id=run_id, since=begin, until=end, most=questions.MOST_STEP_ENGINES
     )
-    spells: dict[int, list[tuple[float, float]]] = {}
-    tokens: dict[int, int] = {}
-    for row in leases:
-        spells.setdefault(row["worker_id"], []).append((row["granted_at"], min(end, row["until_at"])))
-        tokens[row["worker_id"]] = tokens.get(row["worker_id"], 0) + row["tokens"]
-    lanes, rows = [], []
-    for row in ask(connection, there):
-        first, last = max(begin, row["joined_at"]), min(end, row["until_at"])
-        own = charts.merged(spells.get(row["worker_id"], ()))
-        busy = sum(b - a for a, b in own)
-        here = max(0.0, last - first)
-        name = clean(f"{row['kind']} {row['worker_id']} {row['node']}", 28)
-        lanes.append(
-            (
-                name,
-                [
-                    (first, last, f"{name}: here, without samples of this step", 5),
-                    *(
-                        (a, b, f"{name}: generates for {charts.number(b - a)} s", 0)
-                        for a, b in charts.merged(own, (end - begin) / 500)
-                    ),
-                ],
-            )
-        )
-        rows.append(
-            {
-                "engine": row["worker_id"],
-                "kind": row["kind"],
-                "node": row["node"],
-                "gpus": row["gpus"],
-                "gpu_seconds": row["gpus"] * here,
-                "of_them_generating": row["gpus"] * busy,
-                "of_them_otherwise": row["gpus"] * max(0.0, here - busy),
-                "tokens": tokens.get(row["worker_id"], 0),
-            }
-        )
+    engines = ask(connection, there)
+    drawn, spells = _engine_lanes(connection, engines[:_MOST_LANES], use)
+    count = engines[0]["engines"] if engines else 0
     table = table_of(
         title,
-        f"{asked}\n\n{there}",
-        rows,
-        note=f"from the first lease of its samples to its commit, {charts.span(end - begin)}. Blue: the engine had samples of this step; "
-        "grey: it was there and had none: it loads weights, works for another step, or sleeps while its GPU trains",
+        "\n\n".join(filter(None, (asked, there, spells))),
+        [_engine_row(row, use) for row in engines],
+        note=notes(
+            f"from the first lease of its samples to its commit, {charts.span(end - begin)}. Blue: the engine had samples of this step; "
+            "grey: it was there and had none: it loads weights, works for another step, or sleeps while its GPU trains",
+            f"drawn are the first {_MOST_LANES} of {count:,} engines" if count > _MOST_LANES else "",
+            f"listed are {len(engines):,}" if count > len(engines) else "",
+        ),
     )
-    return dataclasses.replace(
-        table, charts=(charts.lanes("engines", lanes[:_MOST_LANES], begin, end),) if lanes else ()
-    )
+    return dataclasses.replace(table, charts=drawn)
+
+
+def _here(engine: Row, use: _Use) -> tuple[float, float]:
+    """When an engine was there, in Unix seconds."""
+    first = max(use.begin, engine["joined_at"])
+    return first, max(first, min(use.end, engine["until_at"]))
+
+
+def _engine_row(engine: Row, use: _Use) -> Row:
+    first, last = _here(engine, use)
+    own = use.by_worker.get(engine["worker_id"])
+    busy, gpus = (own["generating_s"] if own else 0.0), engine["gpus"]
+    return {
+        "engine": engine["worker_id"],
+        "kind": engine["kind"],
+        "node": engine["node"],
+        "gpus": gpus,
+        "gpu_seconds": gpus * (last - first),
+        "of_them_generating": gpus * busy,
+        "of_them_otherwise": gpus * max(0.0, last - first - busy),
+        "tokens": int(own["tokens"]) if own else 0,
+    }
+
+
+def _engine_lanes(
+    connection: sa.Connection, engines: Sequence[Row], use: _Use
+) -> tuple[tuple[charts.Chart, ...], str]:
+    """When each engine was there and had samples of the step, and the statement for it; no gap is drawn that is too short to be seen."""
+    if not engines:
+        return (), ""
+    workers = questions.listed([row["worker_id"] for row in engines])
+    gap = (use.end - use.begin) / 500
+    sql = filled(questions.STEP_SPELLS.replace("{workers}", workers), **use.asked, gap=gap)
+    spells: dict[int, list[tuple[float, float]]] = {}
+    for row in ask(connection, sql):
+        spells.setdefault(row["worker_id"], []).append((row["granted_at"], row["until_at"]))
+    lanes = []
+    for row in engines:
+        name = clean(f"{row['kind']} {row['worker_id']} {row['node']}", 28)
+        own = [
+            (a, b, f"{name}: generates for {charts.number(b - a)} s", 0)
+            for a, b in spells.get(row["worker_id"], ())
+        ]
+        lanes.append((name, [(*_here(row, use), f"{name}: here, without samples of this step", 5), *own]))
+    return (charts.lanes("engines", lanes, use.begin, use.end),), sql
 
 
 def changed(connection: sa.Connection, run_id: int, number: int, since: int) -> Page:

@@ -26,6 +26,8 @@ import msgspec
 from scavenger.protocol.messages import WeightSource
 from scavenger.weights.choice import MeasuredRate
 
+#: So many versions a trainer serves: the newest of those that no adapters are merged with.
+VERSIONS_SERVED = 2
 #: Why an order to pull is refused.
 NOT_ENCRYPTED = "the run's weights.encrypt is off, and weights cross no link to another cluster in the clear"
 #: Until the link to a cluster was measured (bytes a second), and until its rate is known to be another: seconds until engines of a cluster
@@ -219,12 +221,10 @@ class WeightDirectory:
         holder = self._holders.get(version, {}).get(worker)
         return holder is not None and holder.source.complete
 
-    def last_holder(self, version: int) -> int | None:
-        """The only worker that holds all of the version, if there is only one."""
-        complete = [
-            holder.worker for holder in self._holders.get(version, {}).values() if holder.source.complete
-        ]
-        return complete[0] if len(complete) == 1 else None
+    def is_among_last(self, version: int, worker: int, most: int) -> bool:
+        """Whether this worker holds all of the version, and `most` do at most."""
+        complete = sum(holder.source.complete for holder in self._holders.get(version, {}).values())
+        return complete <= most and self.is_holder(version, worker)
 
     def crosses(self, version: int, cluster: str) -> int | None:
         """The worker that fetches the version for this cluster from outside."""

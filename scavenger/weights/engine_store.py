@@ -25,7 +25,7 @@ from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.pace import NodePace
-from scavenger.weights.pull import Apply, Pull
+from scavenger.weights.pull import Apply, FailedEndpoints, Pull
 from scavenger.weights.source import WeightServer
 from scavenger.weights.source_zmq import end_process
 from scavenger.weights.transfer import TransferLimits
@@ -96,7 +96,7 @@ class Store:
         self._pool = MemoryPool(most=1)
         self._relay = Chains(RELAYED_STEPS)  # for engines that follow from the same version as this one
         self._pace = pace or NodePace()
-        self._no_nixl: set[str] = set()  # endpoints with which it failed
+        self._no_nixl = FailedEndpoints()
         self._more: messages.UseWeights | None = None  # further holders that were named last
         self.rates = RateBook()  # measured by all pulls of this process
         self.apply: Apply | None = None  # in place of `delta.apply_chain`

@@ -72,7 +72,7 @@ class Pull:
         arrived: Callable[[int], None] | None = None,
         base: tuple[Manifest, Buffer] | None = None,
         buffer: Buffer | None = None,
-        no_nixl: set[str] | None = None,
+        no_nixl: FailedEndpoints | None = None,
         relay: Chains | None = None,
         pace: NodePace | None = None,
         rates: RateBook | None = None,
@@ -103,7 +103,7 @@ class Pull:
         seed = random.getrandbits(32) if seed is None else seed
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
         self.context = SharedContext()
-        self.no_nixl = no_nixl if no_nixl is not None else set()
+        self.no_nixl = no_nixl if no_nixl is not None else FailedEndpoints()
         self.pace = pace or NodePace()
         self.rates, self.apply = rates or RateBook(), apply or delta.apply_chain
         self.choice = choice.choose(manifest.total_nbytes, None, Rates())
@@ -598,6 +598,24 @@ class _Stream(threading.Thread):
             self._transfer.hung_up(self.index)
 
 
+class FailedEndpoints:
+    """The endpoints with which NIXL failed, for the threads of all pulls of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._endpoints: set[str] = set()
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._endpoints
+
+    def add(self, endpoint: str) -> bool:
+        """Whether it is new: of the threads that read from one source, one reports the failure."""
+        with self._lock:
+            new = endpoint not in self._endpoints
+            self._endpoints.add(endpoint)
+            return new
+
+
 class ConnectionFactory:
     """How a receiver connects to one source: the nearest way that works, and no word twice of one that does not. For one thread.
 
@@ -616,7 +634,7 @@ class ConnectionFactory:
         keypair: KeyPair,
         context: SharedContext,
         timeout_s: float,
-        no_nixl: set[str],
+        no_nixl: FailedEndpoints,
     ) -> None:
         self._source, self._keypair, self._context, self._timeout_s = source, keypair, context, timeout_s
         self.near = is_near(source)
@@ -637,13 +655,12 @@ class ConnectionFactory:
 
     def nixl_failed(self, reason: str) -> None:
         """It connected, and then did not carry the bytes: TCP from here on, or it would connect and fail for ever."""
-        if self._source.endpoint not in self._failed:
+        if self._failed.add(self._source.endpoint):
             _log.warning(
                 "weights.nixl_failed",
                 source=self._source.endpoint,
                 reason=f"{reason}; it is read by TCP from here on",
             )
-        self._failed.add(self._source.endpoint)
 
     def _neighbour(self, manifest: Manifest) -> Channel | None:
         if not self.near:

@@ -26,6 +26,7 @@ from scavenger.weights import rdma
 from scavenger.weights.channel import machine, read_exactly, send_frame, send_within, set_timeouts
 from scavenger.weights.delta import MOST_LINKS
 from scavenger.weights.delta_store import Chains, Encoder
+from scavenger.weights.directory import VERSIONS_SERVED
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import ByteRateLimit
@@ -75,7 +76,7 @@ class WeightServer:
         self,
         listen: str = "127.0.0.1",
         advertise: str = "",
-        keep: int = 2,
+        keep: int = VERSIONS_SERVED,
         *,
         encrypt: bool = False,
         local: bool = True,

@@ -1,6 +1,6 @@
 -- Samples of a run's newest steps that lost their engine: with how many tokens, and where each went on; the newest first.
 -- No engine to go on at: it waits, or has ended since.
-SELECT s.sample_id, g.step, s.state, l.worker_id AS from_worker, l.reason, l.end_len AS kept, l.regenerated, l.ended_at AS at,
+SELECT s.sample_id, g.step, s.state, l.worker_id AS from_worker, l.reason, l.end_len AS kept_len, l.regenerated, l.ended_at AS at,
        COALESCE(n.worker_id, 0) AS to_worker, w.place AS to_node
 FROM v_groups g
 JOIN v_samples s ON s.group_id = g.group_id AND (s.epoch > 1 OR s.state = 'open')

@@ -152,6 +152,11 @@ INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun
 VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content, :p_at, :p_parent_id, :p_prefix_len,
     :p_prompt_tokens, :p_prompt_sha256);
 
+-- TurnRewarded
+UPDATE turns
+SET reward=:p_reward
+WHERE turns.group_id = :p_group_id;
+
 -- TurnSampleFinished
 INSERT INTO turn_samples (sample_id, sha256)
 VALUES (:p_sample_id, :p_sha256);

@@ -93,6 +93,15 @@ def live(tmp_path: Path) -> Iterator[LiveGateway]:
 
 
 @contextlib.contextmanager
+def restarted_with(live: LiveGateway, **data: Any) -> Iterator[Run]:
+    """The run's next training job, with these keys of its `[data]`; the gateway stays."""
+    with Client.connect(live.daemon.state_dir) as client:
+        run = open_run(client, live.daemon, **data)
+        publish(run, 1)
+        yield run
+
+
+@contextlib.contextmanager
 def served(daemon: LiveDaemon, run: Run, folder: Path) -> Iterator[LiveGateway]:
     """A gateway in a thread of its own."""
     pytest.importorskip("starlette", reason="the extra `gateway`")

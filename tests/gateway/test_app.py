@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,9 +14,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from scavenger.asyncio_helpers import listening_socket
 from scavenger.client import Client
 from scavenger.config import AgentPolicy
-from scavenger.gateway import identity
+from scavenger.gateway import app, dialects, identity
 from tests.gateway.conftest import SECRET, LiveGateway, served, worker, write_model
 from tests.router.harness import SPEC, token
 from tests.router.test_edge import config_of, eventually, publish
@@ -173,7 +175,10 @@ def test_the_end_of_an_answer_waits_for_the_disk(live: LiveGateway) -> None:
 # ---------------------------------------------------------------- keys and bounds
 
 
-def test_an_episode_s_key_reaches_its_episode_only(live: LiveGateway) -> None:
+def test_an_episode_s_key_reaches_its_episode_only(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.REFUSED_S", 0.0)
     made = live.http.post("/episodes", json={"episode": "mine"}, headers=ADMIN)
     assert made.json() == {"episode": "mine", "api_key": identity.episode_key(SECRET, "mine")}
     forged = [
@@ -431,6 +436,179 @@ def test_of_one_episode_s_requests_one_at_a_time_is_rendered(
     assert most == [1]
     eventually(lambda: not live.gateway.calls)
     assert not live.gateway.turnstiles
+
+
+def test_a_costly_caller_rests(live: LiveGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scavenger.gateway.app import REST_FROM_S, Caller
+
+    monkeypatch.setattr("scavenger.gateway.app.REST", 1.0)
+    gateway = live.gateway
+
+    async def seconds(cost: float) -> float:
+        """From one piece of a caller's work to its next, which is of another call: it rests between its calls too."""
+        caller = Caller(f"{cost:g}", False)
+        with gateway.counted(caller):
+            async with gateway.in_turn(caller) as work:
+                work.cost = cost
+        began = time.monotonic()
+        with gateway.counted(caller):
+            async with gateway.in_turn(caller):
+                return time.monotonic() - began
+
+    async def all_three() -> list[float]:
+        return await asyncio.gather(*(seconds(cost) for cost in (REST_FROM_S, 1.0, 2.0)))
+
+    cheap, costly, costlier = asyncio.run(all_three())
+    assert cheap < 0.9 < costly < 1.9 < costlier
+    assert not gateway.calls
+
+
+def test_a_large_body_is_parsed_beside_the_loop(live: LiveGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, where = dialects.parse_chat, []
+
+    def parsed(*given: Any) -> Any:
+        where.append(threading.current_thread().name)
+        return honest(*given)
+
+    monkeypatch.setattr(dialects, "parse_chat", parsed)
+    for nbytes in (10, 40_000):
+        body = {"messages": [{"role": "user", "content": "a" * nbytes}], "n": 0}
+        assert live.post("/v1/chat/completions", body).status_code == 400
+    assert where[0] == "gateway"
+    assert where[1] != "gateway"
+
+
+def test_a_large_answer_of_a_tool_is_checked_beside_the_loop(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, where = app._check_answer, []
+
+    def checked(data: bytes) -> None:
+        where.append(threading.current_thread().name)
+        honest(data)
+
+    monkeypatch.setattr(app, "_check_answer", checked)
+    for content in (b"{", b"[" * 40_000):
+        path = "/episodes/e/tools/a/answer"
+        assert live.http.put(path, content=content, headers=live.key("e")).status_code == 400
+    assert where[0] == "gateway"
+    assert where[1] != "gateway"
+
+
+def test_of_one_episode_s_large_bodies_a_few_are_read_at_a_time(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others stay in their connections: they take no memory, and no time of the loop, and none is refused for the sum of them."""
+    honest, go, at_once, statuses = dialects.parse_chat, threading.Event(), [0], []
+
+    class Watched(dict[str, int]):
+        def __setitem__(self, label: str, nbytes: int) -> None:
+            at_once.append(nbytes)
+            super().__setitem__(label, nbytes)
+
+    def parsed(*given: Any) -> Any:
+        go.wait(60)
+        return honest(*given)
+
+    monkeypatch.setattr(dialects, "parse_chat", parsed)
+    live.gateway.bodies = Watched()
+    content = b'{"n":0,"messages":[{"role":"user","content":"%s"}]}' % (b"a" * 900_000)
+
+    def ask() -> None:
+        with httpx2.Client(base_url=live.http.base_url, timeout=60) as client:
+            answer = client.post("/v1/chat/completions", content=content, headers=live.key("flood"))
+            statuses.append(answer.status_code)
+
+    asking = [threading.Thread(target=ask) for _ in range(16)]
+    for one in asking:
+        one.start()
+    eventually(lambda: live.gateway.calls.get("flood") == 16)
+    eventually(lambda: live.gateway.bodies.get("flood", 0) >= app.MAX_LARGE_BODIES * len(content))
+    with worker(live.daemon):
+        live.generate("calm")
+    go.set()
+    for one in asking:
+        one.join(60)
+    assert statuses == [400] * 16
+    assert max(at_once) <= app.MAX_LARGE_BODIES * len(content)
+    eventually(lambda: not live.gateway.calls)
+    assert not live.gateway.large
+    assert not live.gateway.bodies
+
+
+def test_a_body_that_comes_slowly_holds_up_no_small_one(live: LiveGateway) -> None:
+    address = live.http.base_url.host, live.http.base_url.port
+    key = live.key("e")["Authorization"]
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\n"
+    declared, chunked = b"Content-Length: 100000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n"
+    with contextlib.ExitStack() as leaving, worker(live.daemon):
+        for number in range(app.MAX_LARGE_BODIES):
+            slow = leaving.enter_context(socket.create_connection(address))
+            slow.sendall(head.encode() + (chunked if number else declared) + b" " * 50_000)
+        eventually(lambda: "e" in live.gateway.large and live.gateway.large["e"].locked())
+        live.generate()
+    eventually(lambda: not live.gateway.large)
+
+
+@pytest.mark.parametrize(
+    ("part", "refused"),
+    [
+        (b"[]", "65,536 lists and objects"),
+        (b'{"a":"[]"}', "65,536 lists and objects"),
+        (b'"[\\""', "values"),
+        (b"7", "values"),
+        (b'"' + b'[{\\"\\\\,' * 110_000 + b'"', ""),
+    ],
+)
+def test_a_body_that_would_hold_the_interpreter_is_refused_before_it_is_parsed(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch, part: bytes, refused: str
+) -> None:
+    count = max(1, 900_000 // (len(part) + 1))
+    content = b'{"n":0,"token_ids":[1],"a":[' + b",".join([part] * count) + b"]}"
+    parsed: list[int] = []
+    honest = app._parsed
+    monkeypatch.setattr(app, "_parsed", lambda data: parsed.append(len(data)) or honest(data))
+    answer = live.http.post("/inference/v1/generate", content=content, headers=live.key("e"))
+    assert answer.status_code == 400
+    assert bool(parsed) == (not refused)
+    if refused:
+        assert refused in answer.json()["error"]["message"]
+
+
+def test_a_large_table_is_an_answer_of_a_tool() -> None:
+    app._check_answer(b"[" + b",".join([b"[1,2]"] * 170_000) + b"]")
+    for cut in (b"[" + b"[]," * 170_000, b'["\xff",' + b",".join([b"[]"] * 170_000) + b"]"):
+        with pytest.raises(dialects.BadRequest):
+            app._check_answer(cut)
+
+
+def test_an_answer_s_body_does_not_wait_for_the_receipt_of_its_headers() -> None:
+    """That wait is 40 ms, in each answer on a connection that is kept."""
+
+    async def delays() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def took(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listening_socket("127.0.0.1", 0) as listening:
+            async with await asyncio.start_server(took, sock=listening):
+                _, writer = await asyncio.open_connection(*listening.getsockname())
+                found = await asyncio.wait_for(accepted, 30)
+                writer.close()
+                return found
+
+    assert asyncio.run(delays())
+
+
+def test_who_has_no_key_waits_for_that_word(live: LiveGateway) -> None:
+    from scavenger.gateway.app import REFUSED_S
+
+    began = time.monotonic()
+    assert live.http.get("/v1/models").status_code == 401
+    assert time.monotonic() - began >= REFUSED_S
 
 
 def test_a_gateway_that_ends_in_mid_stream_costs_a_retry(live: LiveGateway, tmp_path: Path) -> None:

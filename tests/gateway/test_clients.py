@@ -224,3 +224,25 @@ def test_a_step_of_which_nothing_was_asked_for_is_refused(live: LiveGateway) -> 
     ):
         with pytest.raises(Refused, match="never submitted"):
             live.run.call(body)
+
+
+def test_a_client_s_sessions_draw_for_themselves(live: LiveGateway) -> None:
+    """As `verifiers` asks for a group of rollouts: one body, and a rollout's id in the header. A repeated call finds its turn."""
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 4, "logprobs": 1, "routed_experts_prompt_start": 2},
+        "cache_salt": "0",
+    }
+
+    def ask(session: str, headers: dict[str, str] = BEARER) -> int:
+        named = headers | ({"X-Session-ID": session} if session else {})
+        return live.http.post("/inference/v1/generate", json=body, headers=named).status_code
+
+    with worker(live.daemon):
+        assert [ask(session) for session in ("a", "b", "a", "")] == [200] * 4
+        assert live.count("turns") == 3
+        assert ask("s" * 257) == 400
+        made = live.http.post("/episodes", json={"episode": "one"}, headers=ADMIN).json()["api_key"]
+        own = {"Authorization": f"Bearer {made}"}
+        assert [ask(session, own) for session in ("a", "b")] == [200] * 2
+    assert live.count("turns") == 4, "an episode is one session"

@@ -60,6 +60,8 @@ def test_a_generate_body_as_renderers_sends_it() -> None:
         {"sampling_params": {"temperature": -1}},
         {"sampling_params": {"temperature": float("nan")}},
         {"sampling_params": {"temperature": 2.1}},
+        {"model": "m" * 1025},
+        {"request_id": "r" * 257},
         {"sampling_params": {"temperature": 10**400}},
         {"sampling_params": {"max_tokens": 10**5000}},
         {"sampling_params": {"top_p": 2}},
@@ -82,7 +84,7 @@ def test_what_engines_here_cannot_do_is_refused_by_name(change: dict[str, Any]) 
         dialects.parse_generate({"token_ids": [1], "sampling_params": {}} | change, 128)
     last = next(iter(change.values()))
     names = list(last) if isinstance(last, dict) and last and "mm_hashes" not in last else list(change)
-    assert any(name in refused.value.message for name in names)
+    assert any(name.removesuffix("_id") in refused.value.message for name in names)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,13 @@ DEEP = '{"name": "f", "arguments": ' + "[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "inside", [DEEP, '{"name": "f", "arguments": NaN}', '{"name": "f", "arguments": 1%s}' % ("0" * 400)]
+    "inside",
+    [
+        DEEP,
+        '{"name": "f", "arguments": NaN}',
+        '{"name": "f", "arguments": 1%s}' % ("0" * 400),
+        '{"name": "f", "arguments": 1e400}',
+    ],
 )
 def test_what_json_cannot_hold_is_no_tool_call(inside: str) -> None:
     text = f"<tool_call>{inside}</tool_call>"

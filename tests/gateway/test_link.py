@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import structlog
 
 from scavenger.errors import AuthError, WireError
 from scavenger.gateway.dialects import BadRequest, Piece
@@ -137,6 +138,33 @@ def test_a_link_that_ends_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     withdraw(place, b"mine")
     withdraw(place, b"mine")
     assert not place.exists()
+
+
+NOT_OPENED = messages.Denied("unknown-run", "run 'r' was never opened", "open it first")
+
+
+def test_a_refusal_that_comes_again_each_second_is_logged_once(tmp_path: Path) -> None:
+    link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
+    with structlog.testing.capture_logs() as told:
+        other = messages.Denied("not-owner", "another's")
+        answers: list[messages.ReplyBody] = [NOT_OPENED, other, other, messages.Ok(), NOT_OPENED, NOT_OPENED]
+        for number, body in enumerate(answers):
+            link._take(messages.Reply(number, body))
+    assert [one["cause"] for one in told if one["log_level"] == "warning"] == [
+        "another's",
+        NOT_OPENED.reason,  # after it was open: the daemon has another ledger
+    ]
+
+
+def test_a_run_that_its_training_job_has_not_opened_yet_is_no_warning(tmp_path: Path) -> None:
+    link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
+    with structlog.testing.capture_logs() as told:
+        answers: list[messages.ReplyBody] = [NOT_OPENED, NOT_OPENED, messages.Ok()]
+        for number, body in enumerate(answers):
+            link._take(messages.Reply(number, body))
+    assert told == [
+        {"event": "waiting until the training job opens the run", "run": "r", "log_level": "info"}
+    ]
 
 
 def test_the_end_of_an_episode_is_asked_for_until_it_is_answered(

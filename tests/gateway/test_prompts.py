@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +171,20 @@ def test_each_message_is_hashed_once(model: ModelFolder, monkeypatch: pytest.Mon
     )
     Conversations(model).prompt("e", chat(said))
     assert len(encoded) == 2001
+
+
+def test_others_run_while_a_long_text_is_tokenised(model: ModelFolder) -> None:
+    text = "ab" * 500_000
+    for work in (lambda: model.tokens(text), lambda: model.text(array("i", [5]) * 1_000_000)):
+        rounds, over = 0, threading.Event()
+
+        def done(work: Callable[[], object] = work, over: threading.Event = over) -> None:
+            work()
+            over.set()
+
+        working = threading.Thread(target=done)
+        working.start()
+        while not over.wait(0.001):
+            rounds += 1
+        working.join()
+        assert rounds > 10, "this thread was stopped meanwhile"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -75,3 +76,37 @@ def test_an_engine_that_is_gone_holds_no_memory() -> None:
         assert not process.frees()
         process.kill()
         assert process.frees()
+
+
+#: Raises SIGTERM while the loop waits in Python's own code, whatever lock that holds; without such code, at some line of the loop.
+SIGNALLED = """
+import pathlib, signal, sys
+from scavenger.guest.host import GuestHost, HostOptions
+from scavenger.policy.serving import objective_of
+
+seen = 0
+
+
+def trace(frame, event, arg):
+    global seen
+    seen += event == "line" and frame.f_code.co_name == "_work"
+    waits = frame.f_code.co_name == "wait" and frame.f_back.f_code.co_filename.endswith("guest/host.py")
+    if event == "line" and ((waits and frame.f_lineno > frame.f_code.co_firstlineno + 15) or seen > 100):
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGTERM)
+    return trace
+
+
+root = pathlib.Path("/")
+url = "http://127.0.0.1:9/metrics"
+host = GuestHost(HostOptions(url, objective_of("ttft_p99=1s"), root, root, "r", "vllm", poll_s=0.01))
+sys.settrace(trace)
+sys.exit(host.run())
+"""
+
+
+def test_a_signal_while_it_waits_ends_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED], stdout=subprocess.DEVNULL, timeout=30, check=False
+    )
+    assert done.returncode == 0

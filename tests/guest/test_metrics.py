@@ -154,6 +154,21 @@ def test_a_window_has_the_p99_of_half_a_minute_and_the_median_of_the_last_second
     assert [samples for *_, samples in found] == [4, 4, 4, 0, 0]
 
 
+def test_a_window_begins_anew_where_nothing_was_read_for_longer_than_it_lasts() -> None:
+    """Its process was stopped for ten minutes, in which the service was slow: that says nothing of the last seconds."""
+    window = Window(3.0)
+    fast, slow = Histogram(BOUNDS, (10.0, 10.0, 10.0)), Histogram(BOUNDS, (10.0, 99.0, 99.0))
+    for second, histogram in ((0.0, fast), (1.0, fast), (601.0, slow)):
+        view = window.view(second, metrics.ServiceReading("vLLM", histogram, histogram, 0, 1, 1.0), peak=0)
+    assert view is None
+    later = Histogram(BOUNDS, (20.0, 109.0, 109.0))
+    view = window.view(602.0, metrics.ServiceReading("vLLM", later, later, 0, 1, 1.0), peak=2)
+    assert view is not None
+    assert view.ttft_p99_s is not None
+    assert view.ttft_p99_s < 0.1
+    assert view.samples == 2
+
+
 def test_a_real_servers_page_is_fetched_and_a_service_that_ended_is_told_from_one_that_is_another() -> None:
     with service() as beside:
         url = metrics_url(beside.url)

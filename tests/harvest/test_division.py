@@ -185,7 +185,9 @@ def test_a_floor_is_what_keeps_the_predicted_throughput_and_no_gpu_more() -> Non
     assert floor_of(steep, 4, 1.0) == 4
     assert floor_of(steep, 4, 0.0) == 0
     assert floor_of(flat, 4, 0.9) == 0, "none of them shortens its step by a tenth"
-    assert floor_of(bid(3, benefit=None), 4, 0.9) == 3, "nothing is known: of the engines"
+    assert floor_of(bid(3, benefit=None), 4, 0.9) == 3, "nothing is known: that part of the engines"
+    assert floor_of(bid(3, benefit=None), 1, 0.9) == 1, "one engine is no share of none"
+    assert floor_of(bid(3, benefit=None), 1, 0.0) == 0
     assert floor_of(bid(4, gpus=8), 7, 0.9) == 0
 
 
@@ -197,6 +199,13 @@ def test_value_alone_does_not_go_below_a_floor_but_a_floor_is_filled() -> None:
     assert below.engines == {1: 2, 2: 6}
     short = divide([poor, rich], held(2, 8), Nodes({"a": 0}), RULES, 99)
     assert short.engines == {1: 3, 2: 5}
+
+
+def test_shares_are_of_what_the_caps_let_there_be() -> None:
+    """Seen on a private Slurm: 30 of 100 was a share of 12 GPUs, where ten engines may run and two GPUs more are idle."""
+    math_, code = bid(1, share=7, benefit=None), bid(2, share=3, benefit=None)
+    found = divide([math_, code], held(1, 10), Nodes({"a": 2}), DivisionRules(floor=1.0), 10)
+    assert found.engines == {1: 7, 2: 3}
 
 
 def test_a_large_engine_takes_the_node_where_the_least_is_lost() -> None:
@@ -238,6 +247,16 @@ def test_a_run_that_waited_too_long_takes_an_engine_of_any_other() -> None:
     assert found.engines == {1: 16, 2: 0}, "others go on elsewhere"
 
 
+def test_a_node_is_set_aside_for_a_run_whose_owner_yields_for_it() -> None:
+    bids = [bid(1, owner="a"), bid(2, owner="b"), bid(3, gpus=8, owner="b", waited_s=601.0)]
+    engines = [*held(1, 8, "a", age_s=10.0), *held(1, 7, "b", age_s=200.0), *held(2, 1, "b")]
+    assert divide(bids, engines, Nodes({"a": 0, "b": 0}), RULES, 99).kept == {"b": 3}
+    young = [replace(one, age_s=10.0) for one in engines]
+    assert divide(bids, young, Nodes({"a": 0, "b": 0}), RULES, 99).kept == {}, (
+        "its owner has its share, and nothing to yield yet"
+    )
+
+
 # ---------------------------------------------------------------- many, one after the other
 
 
@@ -252,6 +271,8 @@ class Played:
     since: dict[int, float] = field(default_factory=dict)
     most_wait_s: float = 0.0
     number: int = 0
+    most_engines: int = 10**6
+    most_gpus: int | None = None
 
     def poll(self, bids: list[Bid], seconds: float) -> Division:
         wanted = {one.run_id for one in bids if one.engines}
@@ -268,7 +289,9 @@ class Played:
             for name, (run_id, node, gpus, at) in self.engines.items()
         ]
         asked = [replace(one, waited_s=self.now - self.since.get(one.run_id, self.now)) for one in bids]
-        found = divide(asked, known, space, self.rules, 10**6)
+        idle = space.gpus
+        found = divide(asked, known, space, self.rules, self.most_engines, self.most_gpus)
+        self.decided(asked, known, idle, found)
         for name in found.leaving:
             del self.engines[name]
         for run_id in {one.run_id for one in bids}:
@@ -278,6 +301,9 @@ class Played:
         self._start(asked, found)
         self.now += seconds
         return found
+
+    def decided(self, bids: list[Bid], known: list[HeldEngine], idle: int, found: Division) -> None:
+        """A division was made of these; before anything comes of it."""
 
     def _start(self, bids: list[Bid], found: Division) -> None:
         by_run = {one.run_id: one for one in bids}
@@ -324,6 +350,37 @@ def test_no_run_starves_whatever_the_others_save(seed: int) -> None:
         assert all(used[name] <= 8 for name in used)
     rounds = math.ceil(count / nodes)  # a node has room for one engine of any size
     assert played.most_wait_s <= RULES.wait_s + rounds * (RULES.hold_s + 2 * POLL_S)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_run_starves_beside_others_of_its_owner(seed: int) -> None:
+    """The same with two owners: within an owner's share there is room for one engine at least."""
+    draw = random.Random(seed)
+    nodes, count = draw.randint(1, 3), draw.randint(3, 8)
+    played = Played({f"n{n}": 8 for n in range(nodes)}, RULES)
+    runs = [
+        bid(run_id, 20, gpus, owner=draw.choice("ab"), benefit=benefit(draw.uniform(0.0, 99.0), 8.0, gpus))
+        for run_id in range(count)
+        for gpus in [draw.choice([1, 2, 8])]
+    ]
+    for _ in range(150):
+        played.poll(runs, POLL_S)
+    assert played.most_wait_s <= RULES.wait_s + count * (RULES.hold_s + 2 * POLL_S)
+
+
+def test_an_owner_gains_nothing_by_more_runs() -> None:
+    """An attack: each of 20 runs waits until it may take an engine of anybody, and the neighbour has none left."""
+    played = Played({"n0": 10}, RULES)
+    one = [bid(0, 10, owner="victim", share=7, benefit=None)]
+    many = [bid(1 + n, 10, owner="attacker", share=3, benefit=None) for n in range(20)]
+    played.poll(one, POLL_S)
+    fewest = 10
+    for _ in range(300):
+        played.poll([*one, *many], POLL_S)
+        held_ = Counter(run_id for run_id, *_ in played.engines.values())
+        fewest = min(fewest, held_[0])
+    assert fewest >= 7
+    assert played.most_wait_s <= RULES.wait_s + math.ceil(20 / 3) * (RULES.hold_s + 2 * POLL_S)
 
 
 @pytest.mark.parametrize("rule", ["wait_s", "hold_s"])

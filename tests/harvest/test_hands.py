@@ -113,7 +113,7 @@ def test_an_engine_that_changes_hands_is_not_started_once_more_for_its_run() -> 
         (
             wants(0, 1),
             wants(1, 2),
-            replace(LIMITS, hands=HandsRules(switch_s=61.0, start_s=60.0)),
+            replace(LIMITS, hands=HandsRules(switch_s={2: 61.0}, start_s={2: 60.0})),
             "predicted to take 61.0 s, a new start 60.0 s",
         ),
         (
@@ -139,6 +139,16 @@ def test_who_may_not_change_hands_with_whom(
     assert why in obstacle
 
 
+def test_a_run_that_changes_hands_slowly_hinders_no_other() -> None:
+    """Its owner decides how large its weights are."""
+    slow = replace(
+        LIMITS, hands=HandsRules(switch_s={1: 900.0, 3: 900.0}, start_s={1: 60.0, 2: 60.0, 3: 60.0})
+    )
+    found = decided([of_run(1)], [wants(0, 1), wants(1, 2)], slow)
+    (change,) = found.actions
+    assert "to change hands is predicted to take not measured yet, a new start 60.0 s" in change.reason
+
+
 def test_an_engine_that_no_other_run_could_use_leaves_for_its_own_reason_alone() -> None:
     found = decided([of_run(1), of_run(2, run_id=2)], [wants(0, 1), wants(1, 2)])
     assert [one.reason for one in found.actions] == ["its run has no demand; it holds 1 leases"]
@@ -153,7 +163,7 @@ def test_of_several_runs_the_record_names_the_first_in_turn() -> None:
 
 
 def test_runs_of_one_owner_change_hands_also_where_jobs_are_accounted_to_owners() -> None:
-    limits = replace(LIMITS, hands=HandsRules(by_owner=True, switch_s=3.0, start_s=60.0))
+    limits = replace(LIMITS, hands=HandsRules(by_owner=True, switch_s={2: 3.0}, start_s={2: 60.0}))
     found = decided([of_run(1)], [wants(0, 1), wants(1, 2, owner="owner1")], limits)
     (change,) = found.actions
     assert "to change hands is predicted to take 3.0 s, a new start 60.0 s" in change.reason
@@ -265,19 +275,19 @@ def test_a_change_of_hands_is_over_when_the_engine_registers_for_the_new_run_and
     w.tracker.heard([])
     w.see(5.0, running())
     w.tracker.heard([life(1, 6.0)])
-    assert w.tracker.predicted_s(6.0) == (None, None)
+    assert w.tracker.predicted_s(6.0) == ({}, {})
     w.tracker.heard([life(1, 6.0, ready_at=40.0)])
-    assert w.tracker.predicted_s(50.0) == (None, 38.0)
+    assert w.tracker.predicted_s(50.0) == ({}, {1: 38.0})
     w.tracker.changes_hands(A, 2, "key", 100.0)
     w.tracker.heard([life(1, 6.0, ready_at=40.0)])
     assert w.see(101.0, running()).changed == (), "the old one is still there"
     w.tracker.heard([life(1, 6.0, here=False, ready_at=40.0), life(2, 103.0)])
     assert w.see(104.0, running()).changed == (A,)
-    assert w.tracker.predicted_s(104.0) == (None, 38.0)
+    assert w.tracker.predicted_s(104.0) == ({}, {1: 38.0})
     w.tracker.heard([life(1, 6.0, here=False, ready_at=40.0), life(2, 103.0, ready_at=105.0)])
-    assert w.tracker.predicted_s(106.0) == (5.0, 38.0)
+    assert w.tracker.predicted_s(106.0) == ({2: 5.0}, {1: 38.0})
     assert w.see(107.0, running()).changed == ()
-    assert w.tracker.predicted_s(105.0 + 3601.0) == (None, None)
+    assert w.tracker.predicted_s(105.0 + 3601.0) == ({}, {})
     (mine,) = w.tracker.jobs({})
     assert (mine.run_id, mine.changing_since, mine.started_at > 0) == (2, 0.0, True)
 
@@ -291,7 +301,7 @@ def test_a_start_that_was_preempted_before_it_could_work_is_not_measured() -> No
     w.see(10.0, ours(A, 1, restart_count=1))
     w.see(300.0, running(restart_count=1))
     w.tracker.heard([replace(life(1, 301.0, ready_at=302.0), incarnation=1)])
-    assert w.tracker.predicted_s(303.0) == (None, None)
+    assert w.tracker.predicted_s(303.0) == ({}, {})
 
 
 def test_one_that_was_not_built_yet_is_not_measured() -> None:
@@ -303,7 +313,7 @@ def test_one_that_was_not_built_yet_is_not_measured() -> None:
     w.tracker.changes_hands(A, 2, "key", 10.0)
     w.tracker.heard([life(2, 50.0, ready_at=51.0)])
     assert w.see(52.0, running()).changed == (A,)
-    assert w.tracker.predicted_s(52.0) == (None, None)
+    assert w.tracker.predicted_s(52.0) == ({}, {})
 
 
 def test_one_that_is_preempted_on_the_way_comes_back_for_its_new_run_and_is_not_measured() -> None:
@@ -317,7 +327,7 @@ def test_one_that_is_preempted_on_the_way_comes_back_for_its_new_run_and_is_not_
     assert w.see(110.0, back).changed == (A,), "the old key opens nothing any more"
     w.see(300.0, running(restart_count=1))
     w.tracker.heard([replace(life(2, 301.0, ready_at=302.0), incarnation=1)])
-    assert w.tracker.predicted_s(302.0) == (None, None)
+    assert w.tracker.predicted_s(302.0) == ({}, {})
     (mine,) = w.tracker.jobs({})
     assert (mine.run_id, mine.changing_since) == (2, 0.0)
 

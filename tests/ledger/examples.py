@@ -215,6 +215,7 @@ def an_episode() -> list[r.Record]:
             10, 1, 1, 1, b"\1" * 32, b"\2" * 32, 0, 0, 3, sha256(pack_tokens([7, 8, 9])).digest(), T0 + 20
         ),
         r.TurnSampleFinished(11, sha256(pack_tokens([7, 8, 9]) + answer(11, 9)).digest()),
+        r.TurnRewarded(10, 0.25),
         r.ToolAsked(1, 1, 1, "0.ab.0", "mail.send", b"\3" * 16, T0 + 20.25),
         r.ToolAnswered(1, b'{"content":[]}', T0 + 20.75),
         r.ToolAsked(2, 1, 1, "0.ab.1", "mail.send", b"\3" * 16, T0 + 20.5),

@@ -131,9 +131,67 @@ def test_an_episode_is_told_turn_by_turn(url: str, played: Agent) -> None:
     second = found[1]
     assert (second["between_s"], second["queue_s"], second["model_s"]) == (2, 0, 1)
     assert {t["episode_state"] for t in found} == {"ended"}
-    assert (found[2]["between_s"], found[4]["model_s"]) == (None, None)
+    assert (found[0]["between_s"], found[4]["model_s"]) == (None, None)
     [groups] = rows(url, "SELECT sum(prompt_tokens) FROM v_groups")
     assert groups == (first + first + 9 + first + first + 18,), "the whole prompts"
+
+
+def test_a_turn_that_branches_or_begins_anew_tells_the_seconds_since_the_turn_that_ended_before_it(
+    url: str,
+) -> None:
+    agent = Agent(Ledger())
+    bench = agent.bench
+    for seconds, prompt in ((0.0, [1, 2]), (1.0, [1, 2, 3]), (2.0, [4])):
+        bench.tick(seconds)
+        agent.turn(prompt)
+    bench.tick(1.0)
+    agent.ask([1, 2, 5])
+    bench.tick(0.5)
+    agent.ask([1, 2, 6])  # while the one before it is under way
+    for lease in bench.leases(agent.conn):
+        bench.chunk(agent.conn, lease, 0, 8)
+    bench.tick(1.0)
+    elsewhere = msgspec.structs.replace(agent.body([1, 2, 3], 1, 8), episode="another")
+    bench.call(elsewhere, conn=GATEWAY, attempt=0)
+    written(url, [bench.ledger.log])
+    found = json.loads(report(url, "episodes", "json"))["rows"]
+    assert [(t["how"], t["between_s"]) for t in found] == [
+        ("begins", None),
+        ("branches", 1),
+        ("begins anew", 2),
+        ("branches", 1),
+        ("branches", 1.5),
+        ("begins", None),
+    ]
+
+
+def test_episodes_that_ended_without_a_use_are_reported_with_their_reason_and_cost(
+    url: str, played: Agent
+) -> None:
+    bench = played.bench
+    bench.call(EndEpisode("e"), conn=GATEWAY, attempt=0)  # its whole turns were answered
+    bench.call(EndEpisode("never asked"), conn=GATEWAY, attempt=0)
+    written(url, [bench.ledger.log])
+    assert json.loads(report(url, "lost_episodes", "json"))["rows"] == []
+    spoil(url, "UPDATE samples SET state = 'surplus' WHERE run_id = 1")
+    spoil(url, "UPDATE episodes SET reason = 'the task failed' WHERE name = 'e'")
+    [lost] = json.loads(report(url, "lost_episodes", "json"))["rows"]
+    assert (lost["run"], lost["state"], lost["reason"], lost["one_of_them"]) == (
+        "r",
+        "ended",
+        "the task failed",
+        "e",
+    )
+    assert (lost["episodes"], lost["turns"], lost["tokens"]) == (1, 4, 35)
+
+
+def test_an_episode_that_its_run_s_end_cut_off_is_lost_though_a_turn_was_answered(
+    url: str, played: Agent
+) -> None:
+    played.bench.call(CloseRun("failed"))
+    written(url, [played.bench.ledger.log])
+    [lost] = json.loads(report(url, "lost_episodes", "json"))["rows"]
+    assert (lost["state"], lost["turns"]) == ("stopped", 4)
 
 
 @pytest.mark.parametrize(

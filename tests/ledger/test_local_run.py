@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from scavenger import config as configs
-from scavenger.errors import LedgerRefused
+from scavenger.cli.main import app as commands
+from scavenger.errors import LedgerError, LedgerRefused
 from scavenger.ledger import local_run, store
 from scavenger.ledger.local_run import LocalLedger
 from scavenger.ledger.read import reader, reports
@@ -141,6 +144,32 @@ def test_a_second_try_goes_on_whatever_became_of_the_first(
     assert states == [(left if step > resume_step else []) + taken for step in (1, 2)] + [left + taken]
 
 
+def told_of_runs(folder: Path) -> str:
+    """`scavenger ledger report runs`."""
+    asked = ["ledger", "report", "runs", "--format", "csv", "-c", str(folder / local_run.CONFIG)]
+    shown = CliRunner().invoke(commands, asked)
+    assert shown.exit_code == 0, shown.output
+    return shown.stdout
+
+
+def test_a_try_that_was_told_to_end_is_stopped_until_it_goes_on(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    take_step(first, 1)
+    submit(first, 2)
+    assert ",active," in told_of_runs(tmp_path)
+    first.close()
+    said = told_of_runs(tmp_path)
+    assert ",stopped," in said
+    assert local_run.TOLD_TO_END in said
+    second = begun(tmp_path, 1)
+    said = told_of_runs(tmp_path)
+    assert ",active," in said
+    assert local_run.TOLD_TO_END not in said
+    second.ended("failed", "why")
+    second.close()
+    assert ",failed," in told_of_runs(tmp_path), "what it became is not told over"
+
+
 @pytest.mark.parametrize("resume_step", [0, 1])
 def test_a_run_that_finishes_with_fewer_steps_than_before_accounts_for_the_others(
     tmp_path: Path, resume_step: int
@@ -181,18 +210,57 @@ def test_a_ledger_that_cannot_be_written_is_left_and_the_run_goes_on(tmp_path: P
     assert "gets nothing more of this try" in said[0]
 
 
-def test_a_folder_on_a_network_file_system_has_its_ledger_on_a_local_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, disk = tmp_path / "out", tmp_path / "disk"
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The local disk of a host on which `tmp_path / "out"` is on a network file system."""
 
     def refuse(folder: Path) -> None:
-        if folder == out:
+        if folder == tmp_path / "out":
             raise LedgerRefused("NFS")
 
+    disk = tmp_path / "disk"
+    disk.mkdir()
     monkeypatch.setattr(store, "refuse_network_file_system", refuse)
     monkeypatch.setattr(local_run, "ELSEWHERE", disk)
+    return disk
+
+
+def test_a_folder_on_a_network_file_system_has_its_ledger_on_a_local_disk(tmp_path: Path, disk: Path) -> None:
+    out = tmp_path / "out"
     begun(out).close()
-    assert url_of(out).startswith(f"sqlite:///{disk}/scavenger-")
+    assert url_of(out).startswith(f"sqlite:///{disk}/scavenger-{os.geteuid()}/")
     assert not (out / local_run.NAME).exists()
+    for made in disk.glob("**/"):
+        assert made == disk or made.stat().st_mode & 0o777 == 0o700
+    begun(out).close()  # finds its own again
     begun(tmp_path).close()
+
+
+def test_a_ledger_is_put_into_no_folder_that_another_user_may_have_laid_out(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, mine, victim = tmp_path / "out", disk / f"scavenger-{os.geteuid()}", tmp_path / "victim"
+    victim.mkdir()
+    mine.symlink_to(victim)
+    with pytest.raises(LedgerError, match="is a link or a file"):
+        opened(out)
+    mine.unlink()
+    begun(out).close()
+    (digest,) = mine.iterdir()
+    digest.rename(victim / "moved")
+    digest.symlink_to(victim / "moved")
+    with pytest.raises(LedgerError, match="is a link or a file"):
+        opened(out)
+    digest.unlink()
+    mine.chmod(0o777)
+    with pytest.raises(LedgerError, match="can be written by others"):
+        opened(out)
+    mine.chmod(0o700)
+    begun(out).close()
+    begun(tmp_path).close()
+    (disk / "scavenger-4242").mkdir(mode=0o700)  # this test's user made it, and user 4242 comes to it
+    with monkeypatch.context() as context:
+        context.setattr(os, "geteuid", lambda: 4242)
+        with pytest.raises(LedgerError, match="belongs to another user"):
+            opened(out)
+    assert list(victim.iterdir()) == [victim / "moved"]

@@ -22,7 +22,7 @@ from scavenger.cli.ledger import app as cli
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.read.reports import report
+from scavenger.ledger.read.reports import FOLDED, report
 from tests.conftest import lacks
 from tests.ledger.examples import T0, came_back, everything, group, moved_group, prologue, written
 
@@ -321,6 +321,20 @@ def test_a_report_of_a_span_is_asked_for_on_the_command_line(tmp_path: Path, sql
     refused = CliRunner().invoke(cli, [*asked, "--since", at(3), "--until", at(1)])
     assert refused.exit_code == 2
     assert "is not after" in refused.output
+
+
+def test_a_piped_table_has_a_line_for_each_row_and_a_terminal_s_is_folded(
+    tmp_path: Path, sqlite_url: str
+) -> None:
+    reason = " ".join(f"word{n}" for n in range(60))
+    written(sqlite_url, [[r.Event("k", 0, "s", reason, "{}", T0)]])
+    config = tmp_path / "reader.toml"
+    config.write_text(f'[daemon]\nstate_dir = "{tmp_path}"\nledger = "{sqlite_url}"\n')
+    piped = CliRunner().invoke(cli, ["report", "events", "--config", str(config)]).stdout
+    assert any(reason in line for line in piped.splitlines())
+    folded = report(sqlite_url, "events", width=FOLDED)
+    assert max(map(len, folded.splitlines())) <= FOLDED
+    assert "word59" in folded
 
 
 def test_a_time_is_a_date_in_utc_or_so_long_ago() -> None:

@@ -85,10 +85,14 @@ def test_of_a_run_of_agents_it_says_how_their_turns_are_read(tmp_path: Path) -> 
     ledger = begun(tmp_path)
     spec = messages.GroupSpec(0, messages.pack_tokens((3,)), 1, messages.Sampling(4), "{}")
     ledger.submitted(1, 1, spec, "turn")
+    ledger.committed(1, 1, [], {"reward": 0.0}, "train")  # a step whose samples are turns
     ledger.close()
-    with pytest.raises(LedgerError, match="no train samples yet, only turns of agents") as caught:
-        shown(tmp_path / CONFIG, "try")
-    assert "scavenger ledger report episodes" in caught.value.remedy
+    for words in (["try"], ["try", "--step", "1"]):
+        with pytest.raises(
+            LedgerError, match=r"'try' plays episodes: .* no train samples, only turns"
+        ) as caught:
+            shown(tmp_path / CONFIG, *words)
+        assert "scavenger ledger report episodes" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,22 @@ def test_what_means_nothing_is_refused(config: Path, arguments: list[str], told:
         shown(config, *arguments)
 
 
+def test_a_sample_that_was_superseded_comes_after_all_that_were_trained(config: Path, tmp_path: Path) -> None:
+    ledger = begun(tmp_path, 2, tokenizer=str(tmp_path / "tokenizer.json"))
+    _, first = ledger.submitted(
+        1, 1, messages.GroupSpec(0, messages.pack_tokens((3,)), 2, messages.Sampling(4), "{}"), "train"
+    )
+    tokens, logprobs = messages.pack_tokens((5,)), messages.pack_logprobs((-0.5,))
+    for sample in (first, first + 1):
+        ledger.finished(messages.DoneSample(sample, 0, tokens, logprobs, logprobs, "stop", 0), 1)
+    ledger.close()  # attempt 2 ends before its step
+    states = [
+        json.loads(line)["state"]
+        for line in shown(config, "try", "--step", "1", "--sort", "length", "--jsonl").splitlines()
+    ]
+    assert states == ["consumed"] * 4 + ["superseded"] * 2
+
+
 def test_of_several_steps_each_group_names_its_own(config: Path) -> None:
     said = shown(config, "try", "--step", "1-2").splitlines()
     assert [line.partition("  ")[0] for line in said if not line.startswith(" ")] == [
@@ -153,6 +173,7 @@ def test_what_is_not_there_is_said(config: Path) -> None:
     with pytest.raises(LedgerError, match="no eval samples yet"):
         shown(config, "try", "--purpose", "eval")
     assert "exclude one another" in shown(config, "--best", "--worst")
+    assert "'eos' is not one of 'stop'" in shown(config, "try", "--finish", "eos")
 
 
 def test_a_run_s_file_names_the_run_and_what_a_local_try_kept(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -17,10 +18,11 @@ from typer.testing import CliRunner
 
 from scavenger.cli.main import app
 from scavenger.errors import ConfigError, LedgerError, ScavengerError
+from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.observe import otlp, traces
-from tests.ledger.examples import T0, everything, written
+from tests.ledger.examples import CONFIG, T0, consumed, everything, group, moved_group, prologue, written
 from tests.top import sites
 
 
@@ -83,7 +85,7 @@ def test_a_step_is_a_trace_of_its_samples_and_their_leases(url: str) -> None:
     root, *rest = found
     assert (root.name, root.parent_id, root.attributes["scavenger.run"]) == ("step 1", b"", "sorting")
     assert {one.trace_id for one in found} == {
-        traces.trace_id(traces.TracedRun(1, "sorting", _timeline(url)), 1)
+        traces.trace_id(traces.TracedRun(1, "sorting", _timeline(url)), 1, 2)
     }
     assert len({one.span_id for one in found}) == len(found)
     samples = {one.span_id: one for one in rest if one.name == "sample"}
@@ -111,6 +113,57 @@ def _timeline(url: str) -> str:
         engine.dispose()
 
 
+def regenerated() -> list[list[r.Record]]:
+    """Attempt 1 commits step 1 and is lost; attempt 2 starts over, a minute later, and generates it again, beside an agent's turn."""
+    later = T0 + 60
+    return [
+        [*prologue(), *moved_group(), *consumed()],
+        [
+            r.StepsRewound(1, 2, 0, later),
+            r.AttemptGranted(1, 2, "login2", 101, 0, CONFIG, "{}", later),
+            *(r.SampleReopened(one, 2, later) for one in (11, 12)),
+            *(
+                r.SampleEnded(one, "superseded", "attempt 2", 0, 0, None, None, later + 0.5)
+                for one in (11, 12)
+            ),
+            msgspec.structs.replace(group(20, 21, 2, 1, 1, retry=1), prompt_index=0, at=later + 1),
+            *(r.LeaseGranted(one, 1, 2, 1, 0, later + 1) for one in (21, 22)),
+            msgspec.structs.replace(group(30, 31, 1, 1, 1, purpose="turn"), at=later + 2),
+            r.LeaseGranted(31, 1, 2, 1, 0, later + 2),
+            *consumed(20, 21, attempt=2, at=later + 11),
+        ],
+    ]
+
+
+def test_a_step_that_was_generated_again_is_another_trace_without_what_is_gone(url: str) -> None:
+    first, second = regenerated()
+    written(url, [first])
+    before = trace(url)
+    written(url, [second])
+    root, *rest = trace(url)
+    assert (root.attributes["scavenger.attempt"], root.begin - T0, root.end - T0) == (2, 61, 72)
+    samples = {
+        one.attributes["scavenger.sample_id"]: one.attributes["scavenger.purpose"]
+        for one in rest
+        if one.name == "sample"
+    }
+    assert samples == {21: "train", 22: "train", 31: "turn"}
+    assert {one.attributes["scavenger.sample_id"] for one in rest if one.name != "sample"} == {21, 22, 31}
+    assert {one.attributes["scavenger.sample_id"] for one in before[1:]} == {11, 12}
+    assert not {root.trace_id} & {one.trace_id for one in before}
+    assert not {root.span_id} & {one.span_id for one in before}
+
+
+def test_what_is_left_out_is_said(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(url, everything())
+    assert traces.CUT not in trace(url)[0].attributes
+    monkeypatch.setattr(traces, "MOST_SAMPLES", 1)
+    monkeypatch.setattr(traces, "MOST_METRICS", 0)
+    root, *rest = trace(url)
+    assert root.attributes[traces.CUT] == "samples beyond 1, metrics beyond 0"
+    assert [one.name for one in rest].count("sample") == 1
+
+
 def test_what_is_not_there_is_said(url: str) -> None:
     written(url, everything())
     engine = store.open_readonly(url)
@@ -124,7 +177,9 @@ def test_what_is_not_there_is_said(url: str) -> None:
         engine.dispose()
 
 
-def test_a_collector_gets_every_span_with_its_ids_and_times(tmp_path: Path, collector: _Collector) -> None:
+def test_a_collector_gets_every_span_with_its_ids_and_times(
+    tmp_path: Path, collector: _Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = sites.site(tmp_path)
     address = collector.start()
     done = CliRunner().invoke(app, ["otel", "sorting", "--config", str(config), "--endpoint", address])
@@ -136,7 +191,10 @@ def test_a_collector_gets_every_span_with_its_ids_and_times(tmp_path: Path, coll
     for got, one in zip(collector.spans, made, strict=True):
         assert got.start_time_unix_nano == int(one.begin * 1e9)
         assert got.end_time_unix_nano == int(one.end * 1e9)
-    assert f"step 1: {len(made)} spans, trace {made[0].trace_id.hex()}" in done.output
+    assert f"step 1: {len(made)} spans, trace {made[0].trace_id.hex()}\n" in done.output
+    monkeypatch.setattr(traces, "MOST_SAMPLES", 1)
+    done = CliRunner().invoke(app, ["otel", "sorting", "--config", str(config), "--endpoint", address])
+    assert "(left out: samples beyond 1" in done.output
 
 
 def test_many_spans_go_in_bounded_requests_and_a_refusal_is_said(

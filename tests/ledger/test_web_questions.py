@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger import store
+from scavenger.ledger import schema, store
 from scavenger.ledger.read import contents
 from scavenger.ledger.read.reader import reading
 from scavenger.protocol.messages import unpack_tokens
@@ -278,7 +278,6 @@ def test_a_step_s_parts_follow_one_another_and_runs_are_compared_by_step() -> No
     assert [tone for _, tone in both.lines] == [0, 1]
     assert both.lines[1][0].startswith(f"{charts.LEFT + (charts.WIDTH - charts.LEFT - charts.RIGHT) / 2}")
     assert charts.compared("reward", [("1 a", [])], "step").lines == (("", 0),)
-    assert charts.merged([(5, 6), (1, 2), (2, 3), (3.5, 4)], 0.6) == [(1, 4), (5, 6)]
 
 
 #: The samples of step 1 that each filter keeps, in its order: 11 moved, 12 was cut off, and 71 is masked.
@@ -418,6 +417,142 @@ def test_a_bar_of_the_histogram_leads_to_the_samples_of_its_bin_and_to_no_other(
     assert [int(bar.title.split(": ")[1].split()[0]) for bar in bars] == [1, *([0] * 18), 1]
 
 
+def copies(url: str, table: str, of: str, n: int, changed: dict[str, str]) -> None:
+    """So many copies of a row, in each of which the `changed` columns are of its number `n.i`, from 0."""
+    engine = store.open_engine(url)
+    columns = [one.name for one in schema.metadata.tables[table].columns]
+    try:
+        with engine.begin() as c:
+            c.exec_driver_sql(
+                f"WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {n - 1}) INSERT INTO {table} "
+                f"({', '.join(columns)}) SELECT {', '.join(changed.get(one, f'o.{one}') for one in columns)} FROM n, {table} o WHERE o.{of}"
+            )
+    finally:
+        engine.dispose()
+
+
+def test_every_reward_of_a_step_is_in_a_bin_however_many_there_are_but_of_what_was_generated_again(
+    url: str,
+) -> None:
+    """6,000 rewards below 6, beside 0.25 and 1; and as many from 6 on of samples that were superseded."""
+    written(url, everything())
+    for first, state, least in ((1_000, "consumed", 0), (10_000, "superseded", 6)):
+        own = {"sample_id": f"{first} + n.i", "state": f"'{state}'", "reward": f"{least} + n.i / 1000.0"}
+        copies(url, "samples", "sample_id = 12", 6_000, own)
+    (every,) = asked_of(url, lambda c: steps.step(c, 1, 1))
+    drawn = panels(every)["Rewards"].charts[0]
+    counts = [int(bar.title.split(": ")[1].split()[0]) for bar in drawn.bars]
+    assert (sum(counts), min(counts), max(counts)) == (6_002, 300, 301)
+    assert [one.text for one in drawn.labels][1:] == ["0", "5.999"]
+    (last,) = asked_of(url, lambda c: steps.step(c, 1, 1, "best", 19))
+    assert [row["reward"] for row in table(panels(last)["Samples"])][:2] == ["5.999", "5.998"]
+    assert {row["state"] for row in table(panels(last)["Samples"])} == {"consumed"}
+
+
+def test_each_lease_of_a_step_counts_however_many_there_are_and_what_is_not_listed_is_said(url: str) -> None:
+    """20,500 leases more of engine 2, of one token each, from 10.5 s to 11 s; and 204 engines more."""
+    written(url, [prologue(), moved_group(), preempted(), consumed()])
+    granted = f"{T0 + 10.5} + n.i / 41000.0"
+    leased = {"epoch": "100 + n.i", "granted_at": granted, "ended_at": f"{granted} + 0.01"}
+    copies(url, "leases", "sample_id = 12", 20_500, leased | {"start_len": "0", "end_len": "1"})
+    copies(url, "workers", "worker_id = 2", 204, {"worker_id": "1000 + n.i", "session": "'m' || n.i"})
+    (page,) = asked_of(url, lambda c: steps.step(c, 1, 1))
+    panel = panels(page)["Where each GPU's seconds went"]
+    (of_two,) = [row for row in table(panel) if row["engine"] == "2"]
+    assert list(of_two.values())[4:] == ["6", "4.51", "1.49", "20,508"]
+    assert "6.0 s" in panel.note, "it was drawn to its commit"
+    assert panel.note.endswith("; drawn are the first 24 of 206 engines; listed are 200")
+    assert len({bar.y for bar in panel.charts[0].bars}) == 24
+
+
+def test_a_long_run_says_what_is_left_out_draws_what_is_there_and_leads_to_what_is_older(url: str) -> None:
+    """604 steps more, the last of them 6,000 s after the run began, with as many evaluations; and 250 engines that left."""
+    written(url, [prologue(), moved_group(), preempted(), consumed()])
+    for first, purpose in ((1_000, "train"), (3_000, "eval")):
+        at = {"committed_at": f"{T0} + 10.0 * n.i", "purpose": f"'{purpose}'", "metrics": "'{\"reward\": 1}'"}
+        copies(
+            url,
+            "steps",
+            "step = 1 AND o.purpose = 'train'",
+            604,
+            {"id": f"{first} + n.i", "step": "2 + n.i", **at},
+        )
+    copies(
+        url,
+        "workers",
+        "worker_id = 1",
+        250,
+        {"worker_id": "1000 + n.i", "session": "'m' || n.i", "left_at": f"{T0} + n.i"},
+    )
+    newest, older = asked_of(
+        url, lambda c: pages.run(c, 1), lambda c: pages.run(c, 1, by_step=True, before=106)
+    )
+    shown = panels(newest)
+    assert shown["Steps"].note == "the newest 500 of 605"
+    assert (
+        "steps: the newest 500 of 605; a red line is an engine that left, of these the newest 200 of 251"
+        in shown["Metrics"].note
+    )
+    assert "the newest 500 of 604" in shown["Evaluations"].note
+    assert shown["Engines that left"].note == "the newest 200 of 251"
+    assert len(shown["Steps"].body) == 500
+    assert shown["Metrics"].charts[0].raw.startswith(f"{charts.LEFT},"), "from the oldest step that is drawn"
+    assert shown["Metrics"].choices[2:] == (("older", "/runs/1?before=106", False),)
+    rest = panels(older)
+    assert [rest["Steps"].body[i][1].text for i in (0, -1)] == ["105", "1"]
+    assert rest["Steps"].note == "105 of 605"
+    assert [path for _, path, _ in rest["Metrics"].choices] == [
+        "/runs/1?before=106",
+        "/runs/1?by=step&before=106",
+        "/runs/1?by=step",
+    ]
+
+
+def test_every_run_can_be_reached_however_many_there_are(url: str) -> None:
+    """50 runs more, of which 25 are open."""
+    written(url, [prologue()])
+    state = "CASE WHEN n.i < 25 THEN 'active' ELSE 'finished' END"
+    copies(url, "runs", "run_id = 1", 50, {"run_id": "100 + n.i", "name": "'r' || n.i", "state": state})
+    seen: list[str] = []
+    path, before = "/", questions.NO_STEP
+    while path:
+        (page,) = asked_of(url, lambda c, before=before: pages.overview(c, before))  # type: ignore[misc]
+        seen += [row["run id"] for row in table(page.panels[0])]
+        path = next((to for name, to, _ in page.panels[0].choices if name == "older"), "")
+        before = int(path.partition("=")[2] or 0)
+    numbers = [*range(124, 99, -1), 1, *range(149, 124, -1)]
+    assert seen == list(map(str, numbers)), "each once, the open ones first"
+
+
+def test_a_comparison_goes_on_without_a_run_that_is_gone_and_says_so(url: str) -> None:
+    written(url, everything())
+    (page,) = asked_of(url, lambda c: pages.compare(c, [77, 1]))
+    assert [row["run id"] for row in table(panels(page)["Runs"])] == ["1"]
+    assert panels(page)["Runs"].note == "the ledger has no run 77: purged, or never there"
+    with pytest.raises(LedgerError, match="no run 77"):
+        asked_of(url, lambda c: pages.compare(c, [77, 78]))
+
+
+def test_an_engine_of_a_further_cluster_is_named_with_it(url: str) -> None:
+    far = [
+        msgspec.structs.replace(one, cluster="north") if isinstance(one, r.WorkerJoined) else one
+        for one in prologue()
+    ]
+    written(url, [far, moved_group(), preempted(), consumed()])
+    of_run, of_step, of_sample = asked_of(
+        url,
+        lambda c: pages.run(c, 1),
+        lambda c: steps.step(c, 1, 1),
+        lambda c: pages.sample(c, _NoContents(), 11),
+    )
+    for page, title in (
+        (of_run, "Engines that left"),
+        (of_step, "Where each GPU's seconds went"),
+        (of_sample, "Engines"),
+    ):
+        assert "north/n3" in {row["node"] for row in table(panels(page)[title])}, title
+
+
 def test_a_group_a_sample_and_a_decision_say_what_is_known_of_them(url: str) -> None:
     written(url, everything())
     contents = _NoContents()
@@ -483,12 +618,27 @@ def test_an_episode_says_before_each_turn_what_was_added_and_how_long_it_took(ur
     begun = [one for one in an_episode() if not isinstance(one, r.EpisodeEnded)]
     written(url, [prologue(), moved_group(), preempted(), consumed(), [*begun, *second]])
     (page,) = asked_of(url, lambda c: pages.episode(c, _NoContents(), 1))
+    assert page.title == "Episode 1: sorting-1 of run sorting, step 1, reward 1"
+    (facts,) = table(panels(page)["Episode"])
+    assert [facts[name] for name in ("run", "name", "state", "step", "reward")] == [
+        "sorting",
+        "sorting-1",
+        "open",
+        "1",
+        "1",
+    ]
     said = [(one.title, one.facts) for one in panels(page)["Turn by turn"].texts]
     assert said[0] == ("before turn 1: task, tools and agent", "3 of 3 prompt tokens are new")
     assert said[-2:] == [
         ("before turn 2: task, tools and agent", "2 of 14 prompt tokens are new; 15 s after the turn before"),
         ("turn 2, sample 81", "0 tokens; open; reward -"),
     ]
+
+
+def test_an_episode_that_no_step_took_is_titled_by_its_name_and_run_alone(url: str) -> None:
+    written(url, [prologue(), moved_group(), preempted(), an_episode()])
+    (page,) = asked_of(url, lambda c: pages.episode(c, _NoContents(), 1))
+    assert page.title == "Episode 1: sorting-1 of run sorting"
 
 
 def test_an_episode_names_the_tools_of_each_turn_their_seconds_and_which_have_no_answer(url: str) -> None:
@@ -599,6 +749,7 @@ def test_harm_has_the_waits_by_day_and_one_by_one_and_the_gpu_hours_of_each_user
         "harvested gpu hours meanwhile": "0.0011",
     }
     (wait,) = found[2]
+    assert (wait["submitted at"], wait["started at"]) == ("2026-09-21 14:13:22", "2026-09-21 14:13:29")
     assert (wait["user name"], wait["outcome"], wait["waited s"]) == ("bob", "started", "6")
     (given,) = found[-1]
     assert (given["owner"], given["run"], given["gpu hours"]) == ("owner", "sorting", "0.0017")

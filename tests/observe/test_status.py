@@ -131,6 +131,17 @@ def test_engines_drain_and_jobs_that_have_left_do_not() -> None:
     )
 
 
+def test_where_owners_share_it_says_who_has_how_much() -> None:
+    """The most first. What waits or is one owner's alone is not told."""
+    held = [replace(job(n, n == 4), owner="chem" if n else "math") for n in range(5)]
+    owners = status.of_owners(held)
+    assert owners == (status.OwnerGpus("chem", 3, 6), status.OwnerGpus("math", 1, 2))
+    assert status.of_owners(held[1:]) == ()
+    assert status.of_owners([*held[1:], job(5, False)]) == (), "of a run that has not been heard of yet"
+    seen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, owners=owners))
+    assert "owners    chem 3 on 6 GPUs, math 1 on 2 GPUs" in status.lines(seen, 1004.0, True)
+
+
 def job(number: int, waits: bool, kind: DrainKind = DrainKind.NO) -> OurJob:
     return OurJob(f"scv-{number:016x}", 1, 100 + number, 2, waits, drain_kind=kind)
 

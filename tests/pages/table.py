@@ -80,6 +80,9 @@ TRL = By(
 TRL_ASYNC = By(
     "tests/trainer/test_trl_async_example.py::test_trl_s_asynchronous_trainer_learns_and_sees_no_killed_engine"
 )
+PRIME_RL = By(
+    "tests/trainer/test_prime_rl_example.py::test_prime_rl_s_orchestrator_takes_its_steps_from_harvested_engines"
+)
 #: In place of what benchmarks play for hours: made-up traces, and of each axis one value.
 SOME_JOBS = "--arms none,daemon --grace 0 --nodes 4 --gpus 2"
 CELL = "--seeds 1 --cells earth-calm:Qwen3-8B:4"
@@ -327,8 +330,8 @@ PAGES: dict[str, dict[str, Entry]] = {
     },
     "docs/fleet.md": {
         "scavenger keys make chemistry.key": Here(says="."),
-        "scavenger enroll chemistry --public KEY": Here(
-            needs=("served",), put={"KEY": "$(scavenger keys make other.key)"}, says="chemistry"
+        "scavenger enroll chemistry --public 'KEY'": Here(
+            needs=("served",), put={"'KEY'": '"$(scavenger keys make other.key)"'}, says="chemistry"
         ),
         "scavenger keys guest chat --run math --out chat.key": Here(
             needs=("served",), put={"math": "sorting"}, says="chat"
@@ -394,8 +397,26 @@ wait %1""": By(
         "scavenger init my-run --check": By(
             "tests/trainer/episodes/test_played.py::test_a_check_plays_one_episode_with_a_stub_model"
         ),
+        "pip install -c constraints.txt '.[trainer,gateway]'": EXTRA,
         "python3 -m venv /project/you/envs": VERIFIERS,
-        "/project/you/envs/bin/pip install '/project/you/scavenger[verifiers]' my-env": VERIFIERS,
+        "/project/you/envs/bin/pip install '/project/you/scavenger[verifiers]' my-env uv": VERIFIERS,
+        "scavenger init site --listen 127.0.0.1": By(
+            "tests/test_cli_init.py::test_a_daemon_s_host_is_announced_by_the_name_that_it_has_where_it_runs"
+        ),
+        "python -m scavenger.cluster.local.client serve --dir /tmp/you/cluster": By(
+            "tests/trainer/test_tiny_cpu.py::test_the_example_plays_to_its_end_and_leaves_nothing"
+        ),
+        "scavenger daemon --config site/scavenger.toml": By(
+            "tests/trainer/test_tiny_cpu.py::test_the_example_plays_to_its_end_and_leaves_nothing"
+        ),
+        "scavenger init my-run --tiny --environment my-env --environment-python /project/you/envs/bin/python --gpus 0": By(
+            "tests/trainer/prepare/test_smallest.py::test_with_an_environment_it_makes_a_model_that_converses_and_has_tools"
+        ),
+        "scavenger init my-run --tiny --environment my-env --environment-python envs/bin/python --gpus 0 --state-dir site/state": By(
+            "tests/trainer/prepare/test_smallest.py::test_with_an_environment_it_makes_a_model_that_converses_and_has_tools"
+        ),
+        "python -m trainer.launch my-run/run.toml": VERIFIERS,
+        "scavenger ledger report episodes --config site/scavenger.toml": VERIFIERS,
     },
     "docs/evaluation.md": {
         "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,
@@ -438,6 +459,7 @@ wait %1""": By(
         "scavenger ledger tokens SAMPLE_ID --format text": Here(put={"SAMPLE_ID": "11"}, says="<w11000>"),
         "scavenger ledger report episodes": Here(needs=("served",), says="turn|episode"),
         "scavenger ledger report episodes --since 1h --format csv": SERVED,
+        "scavenger ledger report lost_episodes": SERVED,
     },
     "docs/your-trainer.md": {
         "python -m rollout --kind reserved --run NAME --engine vllm --state-dir STATE --key STATE/keys/owner.key --slot 0": TRL,
@@ -446,6 +468,8 @@ wait %1""": By(
         'pip install -c constraints.txt ".[trl,gateway]"': EXTRA,
         "scavenger gateway run.toml --logprobs-mode processed_logprobs &": TRL_ASYNC,
         "python examples/trl_async_grpo.py run.toml": TRL_ASYNC,
+        "scavenger gateway run.toml --port 8471 --logprobs-mode processed_logprobs &": PRIME_RL,
+        "python examples/prime_rl.py run.toml --output-dir outputs/my-run --port 8472 -- COMMAND": PRIME_RL,
     },
     "docs/recovery.md": {
         "scavenger ledger backup /backup/monday.ledger": SERVED,
@@ -662,7 +686,7 @@ QUOTED: dict[str, Entry] = {
     ),
     "scavenger ledger report reward_per_step": SERVED,
     "scavenger ledger report harvested_gpu_hours_by_account": SERVED,
-    "scavenger enroll NAME --public KEY": ENROLLED,
+    "scavenger enroll NAME --public 'KEY'": ENROLLED,
     "scripts/slurm-matrix --gate": GATE,
     "scripts/slurm-matrix --suite 24.11": GATE,
     "scripts/slurm-matrix --pyslurm": GATE,
@@ -741,6 +765,9 @@ QUOTED: dict[str, Entry] = {
         says=r"\| ours \|",
         long=True,
     ),
+    "python -m benchmarks.serving_live": By(
+        "tests/system/test_guest_beside_vllm.py::test_the_benchmark_plays_each_arm_and_says_what_came_of_it"
+    ),
     "python -m benchmarks.policies": Here(
         needs=("traces",),
         put={
@@ -786,11 +813,8 @@ QUOTED: dict[str, Entry] = {
         needs=("tried",), put={"run.toml OUT": "first/run.toml out"}, says="out", long=True
     ),
     "scavenger ledger report tools": SERVED,
-    "python -m trainer.launch": By(
-        "tests/trainer/test_launch.py::test_the_job_ends_its_engines_with_the_ranks_status"
-    ),
     "scavenger ledger backup FILE": Here(needs=("served",), put={"FILE": "kept.ledger"}),
-    "scavenger keys add NAME --public KEY": ENROLLED,
+    "scavenger keys add NAME --public 'KEY'": ENROLLED,
     "scavenger simulate replay LEDGER": Here(
         needs=("demo",), put={"LEDGER": "demo-out/run-1/state/ledger.sqlite3"}, says="error"
     ),

@@ -20,6 +20,7 @@ from scavenger.policy.serving import (
     Verdict,
     begin,
     decide,
+    first_read,
     slacks,
 )
 
@@ -147,6 +148,19 @@ def test_requests_that_nobody_begins_are_late_before_any_latency_is_counted() ->
     assert "none begun for 1.0 s" in cut.reason
 
 
+def test_how_long_requests_wait_is_not_counted_from_before_a_pause() -> None:
+    """The guest was stopped for a minute. In the second after it a request came, and has no token yet."""
+    service = Service()
+    budget = service.quiet(8).budget
+    assert budget > 0
+    paused = first_read(service.state, service.now + 60.0)
+    waits = view(None, waiting=1, samples=budget)
+    found = decide(paused, waits, OBJECTIVE, RULES, service.now + 60.2)
+    assert found.inputs["waited_s"] == pytest.approx(0.2)
+    assert found.budget >= budget
+    assert decide(service.state, waits, OBJECTIVE, RULES, service.now + 60.2).budget == 0
+
+
 def test_cuts_soon_after_each_other_are_held_twice_as_long_each_and_later_ones_are_not() -> None:
     service, holds = Service(), []
     for _ in range(5):
@@ -202,6 +216,13 @@ def test_a_service_that_cannot_be_read_is_given_nothing_after_a_while() -> None:
     assert [service.ask(None).budget for _ in range(6)] == [6, 6, 6, 6, 0, 0]
     assert service.ask(None).verdict is Verdict.BLIND
     assert service.ask(view()).budget == 0, "slack is waited for again"
+
+
+def test_it_says_of_a_service_that_never_came_that_it_was_not_read_yet() -> None:
+    service = Service()
+    assert "not read yet" in service.ask(None).reason
+    service.ask(view())
+    assert "last read" in service.ask(None).reason
 
 
 latencies = st.one_of(st.none(), st.floats(0.0, 2.0), st.just(math.inf))

@@ -25,15 +25,21 @@ class _Allowed:
 
 
 class FakeDaemon:
-    """Answers heartbeats while `answers` is True; everything else waits in `inbox` until the test expects it."""
+    """Answers heartbeats while `answers` is True; everything else waits in `inbox` until the test expects it.
+
+    Where `welcome` is set, a worker whose answer came too late (its imports held it up), and which therefore says hello again, is welcomed
+    again. Its first hello is the test's to answer.
+    """
 
     def __init__(self, state_dir: Path, server: KeyPair, allowed: set[str], generation: int = 1) -> None:
         self.generation = generation
         self.answers = True
+        self.welcome: messages.Welcome | None = None
         self.inbox: list[messages.Message] = []
         self.beats: list[messages.Heartbeat] = []
         self._arrived = asyncio.Event()
         self._peer = b""
+        self._said_hello = ""  # the session of the last hello
         self._context = zmq.asyncio.Context()
         self._auth = ThreadAuthenticator(zmq.Context(self._context))
         self._auth.start()
@@ -59,7 +65,15 @@ class FakeDaemon:
                 self.beats.append(message)
                 if self.answers:
                     self.send(messages.HeartbeatAck(self.generation))
+            elif (
+                self.welcome
+                and isinstance(message, messages.WorkerHello)
+                and message.session == self._said_hello
+            ):
+                self.send(self.welcome)
             else:
+                if isinstance(message, messages.WorkerHello):
+                    self._said_hello = message.session
                 self.inbox.append(message)
             self._arrived.set()
 
@@ -76,6 +90,14 @@ class FakeDaemon:
                         return message
                 self._arrived.clear()
                 await self._arrived.wait()
+
+    async def beat(self, timeout_s: float = 60.0) -> messages.Heartbeat:
+        """The newest heartbeat, once there is one."""
+        async with asyncio.timeout(timeout_s):
+            while not self.beats:
+                self._arrived.clear()
+                await self._arrived.wait()
+            return self.beats[-1]
 
     async def tokens(self, sample: int, length: int, timeout_s: float = 60.0) -> list[int]:
         """Collect a sample's chunks, in order, until `length` tokens are there; checks that resends are exact."""

@@ -261,8 +261,12 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
 
 
 async def registered(daemon: FakeDaemon) -> messages.WorkerHello:
+    """A worker that has read its welcome, which its first heartbeat shows: one that leaves before has nothing to say goodbye to."""
     hello = await daemon.expect(messages.WorkerHello, 90.0)
-    daemon.send(messages.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
+    daemon.welcome = messages.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8)
+    daemon.beats.clear()
+    daemon.send(daemon.welcome)
+    await daemon.beat(90.0)
     return hello
 
 

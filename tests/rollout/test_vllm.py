@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from rollout.engines.base import Engine
 from scavenger.client import Client
@@ -125,6 +126,24 @@ def test_a_move_draws_anew_and_its_logprobs_are_the_model_s_before_and_after_it_
 def _agree(model: Any, tokens: tuple[int, ...], logprobs: tuple[float, ...], start: int = 0) -> None:
     exact = forward(model, (3, 1, 2), tokens).gather(1, torch.tensor(tokens)[:, None])[start:, 0]
     assert max(abs(a - b) for a, b in zip(exact.tolist(), logprobs, strict=True)) <= 1e-4
+
+
+@kinds.VLLM_ONLY
+def test_prompts_that_are_together_longer_than_a_pass_are_computed_in_parts(kind: Kind) -> None:
+    """vLLM's CPU engine ended: it takes the draw of a part back from a generator that cannot."""
+    prompts = [tuple(1 + (7 * n + i) % 20 for i in range(30)) for n in range(3)]
+
+    async def main() -> None:
+        parts = replace(kind.spec(), options='{"max_num_batched_tokens": 32}')
+        engine = await loaded(kind, parts)
+        made = await finish(engine, *(request(n, Sampling(8), prompt=p) for n, p in enumerate(prompts)))
+        for n, prompt in enumerate(prompts):
+            exact = forward(kind.model, prompt, made[n].token_ids)
+            chosen = exact.gather(1, torch.tensor(made[n].token_ids)[:, None])[:, 0].tolist()
+            assert made[n].logprobs == pytest.approx(chosen, abs=1e-4)
+        await engine.close()
+
+    kind.run(main())
 
 
 @kinds.VLLM_ONLY

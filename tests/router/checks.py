@@ -12,6 +12,8 @@
          `World.make_calm` (every submitted step gets done)
     I10  `Watch.restored` (a restart has every committed token), `Watch.promised` (nothing is sent twice), `harness.Ledger`
     I11  `World.make_calm(alone=True)`: reserved engines finish alone
+    -    `apart.Apart`: no lease, token, version or group of one run reaches an engine or a trainer of another
+    -    `Fleet.apply`, `Fleet._hear`: no guest generates beyond its bound; an engine that changes hands in peace loses no token
     -    `World.apply`: no trainer is at work while one of its reserved engines has its memory, or is about to take it
     I12  `audit_ledger`: every lease, worker and token of the ledger is explained by its rows
 
@@ -38,6 +40,7 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import staleness
 from scavenger.router.core.events import Committed, RouterEvent
 from scavenger.router.core.tables import Core
+from tests.router.apart import Apart
 from tests.router.engines import MAX_TOKENS, payload
 from tests.router.memory_ledger import Ledger, plain
 
@@ -68,9 +71,12 @@ class Truth:
         self.ended: dict[tuple[int, int], rec.LeaseEnded] = {}
         self.chunks: dict[int, int] = {}
         self.runs: dict[str, int] = {}
+        self.apart = Apart()
 
     def commit(self, records: tuple[rec.Record, ...]) -> None:
-        for record in plain(records):
+        told = tuple(plain(records))
+        self.apart.committed(told)
+        for record in told:
             self._committed(record)
         self.ledger.apply(records)
         self.open -= {r.sample_id for r in records if isinstance(r, rec.SampleEnded)}
@@ -117,6 +123,10 @@ class Truth:
         mine, first, n = payload(chunk.sample_id), 4 * chunk.offset, len(chunk.tokens)
         assert chunk.offset + n // 4 <= MAX_TOKENS, f"sample {chunk.sample_id}: over its budget (I5)"
         got = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs)
+        again = (
+            first and chunk.tokens and any(mine[0][at : at + n] == chunk.tokens for at in range(0, first, 4))
+        )
+        assert not again, f"sample {chunk.sample_id}: some of its tokens were accepted twice (I1)"
         assert got == tuple(p[first : first + n] for p in mine), (
             f"sample {chunk.sample_id}: others' tokens were accepted (I1)"
         )

@@ -252,6 +252,7 @@ class Coverage:
         self.siblings: Counter[str] = (
             Counter()
         )  # tokens told, drafted and accepted; messages that were forged, by kind
+        self.fleet: Counter[str] = Counter()  # what befell links, guests and engines of another run (`fleet`)
         self.schedules = 0
         self.trained_beside = self.ended_late = (
             0  # ops at which a trainer trained beside sleepers; engines ended for their silence
@@ -263,6 +264,7 @@ class Coverage:
             mine.update(theirs)
         self.siblings.update(other.siblings)
         self.blocks.update(other.blocks)
+        self.fleet.update(other.fleet)
         self.schedules += other.schedules
         self.trained_beside += other.trained_beside
         self.ended_late += other.ended_late

@@ -105,15 +105,17 @@ def open_body(
     on_new_version: str = "switch",
     kv: str = "recompute",
     environment_jobs: int = 0,
+    budget: dict[str, float] | None = None,
 ) -> OpenRun:
+    """`budget`: of each episode, as keys of the run's `[data]`."""
     run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
     algorithm = {"max_off_policy_steps": ahead, "on_new_version": on_new_version, "kv": kv}
-    config = json.dumps({"run": run, "weights": {"encrypt": encrypt}, "algorithm": algorithm})
+    sections = {"run": run, "weights": {"encrypt": encrypt}, "algorithm": algorithm, "data": budget or {}}
     return OpenRun(
         PROTOCOL,
         "r",
         7,
-        config,
+        json.dumps(sections),
         SPEC,
         "",
         harvest,
@@ -130,6 +132,7 @@ def open_body(
         keeps_cache=kv == "keep",
         environment_jobs=environment_jobs,
         environment_file="/out/environment-workers.json" if environment_jobs else "",
+        **budget or {},  # type: ignore[arg-type]  # of ints, and one float
     )
 
 

@@ -21,3 +21,4 @@ class Link:
     up: deque[Message] = field(default_factory=deque)
     down: deque[Message] = field(default_factory=deque)
     old: bool = False
+    lossy: bool = False  # chunks were lost on it

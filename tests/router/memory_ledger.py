@@ -74,6 +74,7 @@ class Ledger:
         self.deliveries: dict[int, rec.DeliveryState] = {}
         self.delivered_turns: dict[int, int] = {}  # turn -> its delivery
         self.turns: dict[int, rec.TurnBegun] = {}
+        self.turn_rewards: dict[int, float] = {}
         self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
         self.apart: dict[tuple[int, int, int], rec.DifferencesRecorded] = {}
         self.tool_calls: dict[int, rec.ToolCallState] = {}
@@ -143,7 +144,9 @@ class Ledger:
                 self.delivered[record.group_id] = record.attempt
             case rec.EpisodeBegun(episode_id=episode_id):
                 assert episode_id not in self.episodes
-                self.episodes[episode_id] = rec.EpisodeState(episode_id, record.run_id, record.name, "open")
+                self.episodes[episode_id] = rec.EpisodeState(
+                    episode_id, record.run_id, record.name, "open", record.at
+                )
             case rec.EpisodeEnded(episode_id=episode_id):
                 assert self.episodes[episode_id].state == "open", "an episode ended twice"
                 self.episodes[episode_id] = msgspec.structs.replace(
@@ -197,6 +200,9 @@ class Ledger:
                 trained = (record.sample_id, record.step, record.attempt)
                 assert trained not in self.apart, "a sample's differences were recorded twice"
                 self.apart[trained] = record
+            case rec.TurnRewarded(group_id=group_id):
+                assert group_id in self.turns
+                self.turn_rewards[group_id] = record.reward
             case rec.TurnSampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "complete"

@@ -1,4 +1,4 @@
-"""Classic bugs, planted into the core one at a time: what the schedules must find."""
+"""Classic bugs, planted into the core one at a time: what the schedules must find. `fleet_plants` has those of a fleet."""
 
 from __future__ import annotations
 

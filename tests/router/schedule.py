@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 
+from tests.router import fleet
 from tests.router.blocks import FATES
 from tests.router.coverage import Coverage
 from tests.router.drafts import BYTES_PER_S, FORGED
 from tests.router.draw import draw, opening
+from tests.router.fleet import Fleet
 from tests.router.memory_ledger import Ledger
 from tests.router.site import Op
-from tests.router.world import World
 
 #: Drafts that are wrong, late or another group's, by op, in schedules that have any.
 DRAFTS = 0.15
@@ -35,20 +36,30 @@ class Failed(AssertionError):
 
 
 def run(
-    seed: int, ops: int = 200, cover: Coverage | None = None, ledger: Ledger | None = None, *, ahead: int = 0
-) -> World:
-    """Play one schedule, over a ledger in memory unless another is given; raises `Failed`. `ahead`: steps submitted in advance."""
+    seed: int,
+    ops: int = 200,
+    cover: Coverage | None = None,
+    ledger: Ledger | None = None,
+    *,
+    ahead: int = 0,
+    in_fleet: bool = False,
+) -> Fleet:
+    """Play one schedule, over a ledger in memory unless another is given; raises `Failed`. `ahead`: steps submitted in advance.
+    `in_fleet`: several runs, a further cluster and guests besides."""
     rng = random.Random(seed)
     cover = cover or Coverage()
-    world = World(cover, ledger, ahead, switch=seed % 3 > 0, kv="keep" if ahead and seed % 2 else "recompute")
+    world = Fleet(cover, ledger, ahead, switch=seed % 3 > 0, kv="keep" if ahead and seed % 2 else "recompute")
     alone = seed % 4 == 3
     # Numbers of their own: what is drawn besides is the same with drafts and without.
     drafts = random.Random(-seed) if seed % 7 == 5 else None
     fates = random.Random(-seed) if seed % 7 == 4 else None
-    hands = random.Random(-seed) if seed % 7 == 3 else None
+    hands = random.Random(-seed) if seed % 7 == 3 and not in_fleet else None
+    more = fleet.Trouble(random.Random(-1 - seed)) if in_fleet else None
     with cover.watching():
         try:
             begin, trouble = opening(rng), rng.choice((0.04, 0.08, 0.12, 0.2))
+            if in_fleet:
+                begin = fleet.opening(begin, random.Random(-seed))
             if drafts is not None:
                 world.apply(["speculate", BYTES_PER_S])
             if fates is not None:
@@ -61,6 +72,8 @@ def run(
                     _move_blocks(world, fates)
                 if hands is not None and world.incarnations:
                     _change_hands(world, hands)
+                if more is not None and number >= len(begin):
+                    more.befall(world)
             world.make_calm(alone)
             for worker in world.workers.values():
                 world.note_drafts(worker)
@@ -72,7 +85,7 @@ def run(
     return world
 
 
-def _move_blocks(world: World, rng: random.Random) -> None:
+def _move_blocks(world: Fleet, rng: random.Random) -> None:
     """An engine is told to leave now and then, with its samples' blocks; and what the next reader finds is not always just these."""
     roll, name = rng.random(), rng.choice(list(world.workers))
     busy = [worker.name for worker in world.workers.values() if worker.requests]
@@ -82,7 +95,7 @@ def _move_blocks(world: World, rng: random.Random) -> None:
         world.apply(["fate", name, rng.choice(FATES)])
 
 
-def _change_hands(world: World, rng: random.Random) -> None:
+def _change_hands(world: Fleet, rng: random.Random) -> None:
     """An engine goes on for another run now and then; a part of them is asked to leave on the way."""
     if rng.random() >= HANDS:
         return
@@ -92,10 +105,10 @@ def _change_hands(world: World, rng: random.Random) -> None:
         world.apply(["revoke", intent])
 
 
-def play(log: list[Op], alone: bool = False, cover: Coverage | None = None) -> World:
+def play(log: list[Op], alone: bool = False, cover: Coverage | None = None) -> Fleet:
     """Play a log; raises what it raises."""
     cover = cover or Coverage()
-    world = World(cover)
+    world = Fleet(cover)
     with cover.watching():
         for op in log:
             world.apply(op)

@@ -10,6 +10,7 @@ from scavenger.policy.agreement import AgreementRules
 from scavenger.protocol.messages import (
     Assign,
     Call,
+    Chunks,
     Denied,
     Drain,
     GroupDone,
@@ -54,7 +55,7 @@ Op = list[Any]
 #: Steps are of a few samples, and what is wrong is wrong by far.
 LIMITS = RouterLimits(stalled_s=300.0, agreement=AgreementRules(samples=2, tokens=2, peers=2, z=4.0))
 ORDERS = (UseWeights, Sleep, Wake, Drain, Assign, Revoke)
-POISON = {"r": "stop", "q": "mask"}
+POISON = {"r": "stop", "q": "mask", "p": "stop"}
 
 
 class Daemon(Bench):
@@ -89,6 +90,8 @@ class Daemon(Bench):
                     if isinstance(message, GroupDone):
                         self._delivered(conn, message)
                     link = self.world.links.get(conn)
+                    if link is not None:
+                        self.world.truth.apart.sent(link.who, message)
                     if link is not None and not link.old:
                         link.down.append(message)
                         if isinstance(message, SiblingTokens):
@@ -295,7 +298,9 @@ class Site:
         link = self._link(name)
         queue: deque[Message] = (link.up if way == "up" else link.down) if link is not None else deque()
         for _ in range(min(most, len(queue))):
-            self.cover.fault("lost", self._kind(queue.popleft()))
+            self.cover.fault("lost", self._kind(message := queue.popleft()))
+            if link is not None and isinstance(message, Chunks):
+                link.lossy = True
 
     def on_unordered(self, name: int, which: int) -> None:
         """An order to a worker is lost; what was sent before and after it arrives."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmarks import agent_turns
+from benchmarks import agent_turns, agent_turns_daemon
 from scavenger.ledger import records as rec
 from scavenger.policy import affinity
 from scavenger.policy.affinity import Engine, Speeds, Waiting, place
 from scavenger.protocol.messages import EndEpisode, Lease, WeightsLoaded
 from scavenger.router.core.decision_log import PolicyCode
 from scavenger.router.core.events import JobGone
+from tests.router import harness
 from tests.router.harness import Bench, root, token
 from tests.router.memory_ledger import Ledger
-from tests.router.test_prefixes import GATEWAY, Agent, long_context
+from tests.router.test_prefixes import GATEWAY, Agent
 
-__all__ = ["long_context"]
 SPEEDS = Speeds(prefill_s=0.001, completion=100.0, prefills=1, completions=1)
 
 
@@ -104,6 +106,15 @@ def test_the_engine_with_more_of_the_prefix_wins_unless_it_is_slow() -> None:
     assert chosen([sample], [Engine(1, 4, 4, token_s=0.03), Engine(2, 1, 4, token_s=0.03)]) == [(1, 2, False)]
 
 
+def test_an_engine_s_pace_is_that_of_its_turns_without_their_prefill_and_short_ones_weigh_little() -> None:
+    first = SPEEDS.paced(0.0, 100, 3.0, 1000)
+    assert first == pytest.approx(0.02), "1 s of it was prefill"
+    assert SPEEDS.paced(first, 100, 7.0, 1000) == pytest.approx(0.02 + 0.25 * 0.04)
+    assert SPEEDS.paced(first, 1, 0.9, 0) == pytest.approx(0.02 + 0.88 / 301)
+    assert SPEEDS.paced(first, 0, 0.9, 0) == SPEEDS.paced(first, 1, 0.0, 0) == first
+    assert SPEEDS.paced(first, 100, 0.5, 1000) < first
+
+
 def test_speeds_are_learned_and_slow_measurements_weigh_little() -> None:
     speeds = Speeds()
     assert speeds.prefill_s == affinity.PRIOR_PREFILL_S
@@ -123,6 +134,13 @@ def test_speeds_are_learned_and_slow_measurements_weigh_little() -> None:
 
 
 # ---------------------------------------------------------------- in the router
+
+
+@pytest.fixture
+def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of long contexts that keep prefixes."""
+    of = msgspec.structs.replace(harness.SPEC, name="vllm", context_length=1 << 17)
+    monkeypatch.setattr(harness, "SPEC", of)
 
 
 def pair() -> Agent:
@@ -223,6 +241,23 @@ def test_what_a_cache_has_forgotten_is_not_counted(long_context: None) -> None:
     assert len(decisions(agent.bench)) == before, "what came since has driven it out"
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("reference", ""), ("vllm", '{"enable_prefix_caching": false}')]
+)
+def test_an_engine_that_keeps_no_prefixes_is_neither_chosen_nor_awaited_for_them(
+    name: str, options: str, long_context: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = msgspec.structs.replace(harness.SPEC, name=name, options=options)
+    monkeypatch.setattr(harness, "SPEC", of)
+    agent = pair()
+    conn, said = generate(agent, [1] * 600)
+    assert conn == 11
+    busy(agent, 1)
+    at, _ = generate(agent, [1] * 600 + said + [2])
+    assert at == 12, "the emptiest"
+    assert decisions(agent.bench) == []
+
+
 def test_a_full_engine_is_waited_for_only_as_long_as_its_cache_is_worth(long_context: None) -> None:
     agent = pair()
     bench = agent.bench
@@ -234,7 +269,7 @@ def test_a_full_engine_is_waited_for_only_as_long_as_its_cache_is_worth(long_con
     bench.chunk(12, lease, 0, 8)
     assert len(holder.leases) == 4
     run.turns.speeds = Speeds(0.01, 8.0, 1, 1)  # 6 s of prefill
-    holder.engine.tokens_per_s = 4.0  # a slot in 2 s
+    holder.engine.turn_token_s = 1.0  # a slot in 2 s
     agent.ask([1] * 600 + said + [2])
     assert leased(bench) == [], "it waits for its prefix"
     [told] = [d for d in decisions(bench) if d.code == PolicyCode.AWAITED]
@@ -259,7 +294,7 @@ def test_a_slot_that_comes_free_at_the_holder_is_taken(long_context: None) -> No
     _, said = generate(agent, [1] * 600)
     there = [lease for at, lease in busy(agent, 7) if at == 11]
     run.turns.speeds = Speeds(0.01, 8.0, 1, 1)
-    next(w for w in run.workers.values() if w.conn == 11).engine.tokens_per_s = 4.0
+    next(w for w in run.workers.values() if w.conn == 11).engine.turn_token_s = 1.0
     agent.ask([1] * 600 + said + [2])
     assert leased(bench) == []
     bench.chunk(11, there[0], 0, 8)
@@ -289,6 +324,31 @@ def test_a_restarted_daemon_believes_nothing_of_caches(long_context: None) -> No
     assert bench.call(EndEpisode("e"), conn=GATEWAY, attempt=0)
 
 
+def test_an_engine_is_as_fast_as_the_turns_that_end_on_it_whatever_its_heartbeats_saw(
+    long_context: None,
+) -> None:
+    agent = pair()
+    bench = agent.bench
+    run = bench.router.core.runs["r"]
+    engines = {w.conn: w.engine for w in run.workers.values()}
+    prompt = [1] * 600
+    engines[11].tokens_per_s, engines[12].tokens_per_s = (
+        0.5,
+        50.0,
+    )  # a heartbeat fell between turns of the first
+    engines[12].turn_token_s = 0.1
+    for _ in range(8):
+        agent.ask([*prompt, 2], most=8)
+        [(conn, lease)] = leased(bench)
+        bench.now += 0.8
+        bench.chunk(conn, lease, 0, 8)
+        prompt = [*prompt, 2, *(token(lease.sample_id, i) for i in range(8))]
+    assert conn == 11
+    assert engines[11].turn_token_s == pytest.approx(0.1, abs=0.02)
+    busy(agent, 3)
+    assert generate(agent, [*prompt, 2])[0] == 11, "it saves more than it costs"
+
+
 def test_the_prefill_of_a_turn_is_measured_by_its_first_tokens(long_context: None) -> None:
     agent = pair()
     bench = agent.bench
@@ -302,13 +362,45 @@ def test_the_prefill_of_a_turn_is_measured_by_its_first_tokens(long_context: Non
     assert speeds.completion == 8
 
 
+# ---------------------------------------------------------------- routed as a benchmark asks
+
+
+def test_the_benchmark_s_routings_go_back_always_or_never() -> None:
+    engines = [Engine(1, 1, 2, token_s=0.01), Engine(2, 0, 2, token_s=0.01)]
+    turns = [Waiting(i, 1100, 0.0, [(1, 1000)]) for i in (1, 2)] + [Waiting(3, 50, 0.0)]
+    assert [(p.sample_id, p.worker_id) for p in agent_turns.sticky(turns, engines, SPEEDS)] == [
+        (1, 1),
+        (3, 2),
+    ]
+    turns.append(Waiting(4, 60, 0.0))
+    placed = [(p.sample_id, p.worker_id) for p in agent_turns.elsewhere(turns, engines, SPEEDS)]
+    assert placed == [(1, 2), (2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize(("routing", "returns"), [("always sticky", True), ("always elsewhere", False)])
+def test_the_router_itself_routes_as_the_benchmark_asks(
+    routing: str, returns: bool, long_context: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(affinity, "place", affinity.place)  # undone after the test
+    agent_turns_daemon.choose(tmp_path, "ours")
+    agent_turns_daemon.route_as_written(tmp_path)
+    agent = pair()
+    before, said = generate(agent, [1] * 600)
+    prompt = [1] * 600 + said
+    agent_turns_daemon.choose(tmp_path, routing)
+    for _ in range(3):
+        at, said = generate(agent, [*prompt, 2])
+        assert (at == before) is returns
+        prompt, before = [*prompt, 2, *said], at
+
+
 # ---------------------------------------------------------------- simulated
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_in_simulation_few_tokens_are_computed_twice_and_no_turn_waits_for_it(seed: int) -> None:
     site = agent_turns.Site(engines=4, slots=4, episodes=24, turns=8, lost_every_s=120.0)
-    found = {name: agent_turns.outcome(site, router, seed) for name, router in agent_turns.ROUTERS.items()}
+    found = {name: agent_turns.outcome(site, routing, seed) for name, routing in agent_turns.ROUTINGS.items()}
     ours, elsewhere, sticky = found["ours"], found["always elsewhere"], found["always sticky"]
     assert ours.prefilled < 0.7 * elsewhere.prefilled
     assert ours.mean_s < elsewhere.mean_s

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
         yield live
 
 
-def config_of(state_dir: Path) -> RunConfig:
+def config_of(state_dir: Path, **data: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {
@@ -40,12 +41,15 @@ def config_of(state_dir: Path) -> RunConfig:
             },
             "model": {"path": state_dir, "context_length": 64},
             "sampling": {"max_tokens": 8},
+            "data": data,
         }
     )
 
 
-def open_run(client: Client, daemon: LiveDaemon, resume_step: int = 0) -> Run:
-    return client.open_run(config_of(daemon.state_dir), engine=SPEC, tokenizer="", resume_step=resume_step)
+def open_run(client: Client, daemon: LiveDaemon, resume_step: int = 0, **data: Any) -> Run:
+    """`data`: keys of the run's `[data]`."""
+    config = config_of(daemon.state_dir, **data)
+    return client.open_run(config, engine=SPEC, tokenizer="", resume_step=resume_step)
 
 
 def publish(run: Run, version: int, step: int = 0) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from scavenger.errors import WireError
+from scavenger.ledger import records as rec
 from scavenger.protocol.messages import (
+    Call,
     CommitStep,
     Denied,
     EpisodeOutcome,
@@ -19,9 +22,13 @@ from scavenger.protocol.messages import (
     ReplyBody,
     Sampling,
     TurnAccepted,
+    TurnOutcome,
+    decode_to_daemon,
+    encode,
     named_request,
     pack_tokens,
 )
+from tests.router import harness
 from tests.router.harness import Bench
 from tests.router.memory_ledger import StoredLedger
 
@@ -164,3 +171,71 @@ def test_the_wire_carries_it() -> None:
     body = CommitStep(1, 1, "train", (), {}, (took("e", "0.0"),))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CommitStep)
     assert again == body
+
+
+# ---------------------------------------------------------------- turns that are rewarded
+
+
+def turn_of(bench: Bench, lease: Lease, reward: float, advantage: float) -> TurnOutcome:
+    """As a trainer names it: by the tokens of its prompt and completion."""
+    tokens = bench.ledger.samples[lease.sample_id].tokens
+    return TurnOutcome(sha256(PROMPT + bytes(tokens)).digest(), reward, advantage)
+
+
+def test_rewarded_turns_are_in_the_ledger_with_what_each_earned_and_its_own_advantage() -> None:
+    bench = opened()
+    one, two, plain = ask(bench, "0.0"), ask(bench, "0.1"), ask(bench, "0.2")
+    turns = (turn_of(bench, two, -1.0, 0.75), turn_of(bench, one, 0.25, -0.5))
+    body = msgspec.structs.replace(took("e", "0.0", "0.1", "0.2"), turns=turns)
+    assert commit(bench, body) == Ok()
+    ends = {end.sample_id: end for end in bench.ledger.log if isinstance(end, rec.SampleEnded)}
+    found = [ends[lease.sample_id] for lease in (one, two, plain)]
+    assert [(end.reward, end.advantage) for end in found] == [(1.0, -0.5), (1.0, 0.75), (1.0, 0.5)]
+    groups = [bench.ledger.samples[lease.sample_id].group_id for lease in (one, two)]
+    assert bench.ledger.turn_rewards == dict(zip(groups, (0.25, -1.0), strict=True))
+    assert commit(bench, body) == Ok(), "repeated"
+    assert sum(isinstance(one, rec.TurnRewarded) for one in bench.ledger.log) == 2
+    assert not bench.events("turn_rewards_left_out")
+
+
+def test_turns_with_equal_tokens_have_their_own_rewards_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(harness, "token", lambda _sample, position: position)
+    bench = opened()
+    one, two = ask(bench, "0.0"), ask(bench, "0.1")
+    turns = (turn_of(bench, one, 0.25, -0.5), turn_of(bench, two, 0.5, 0.75))
+    assert turns[0].turn == turns[1].turn
+    assert commit(bench, msgspec.structs.replace(took("e", "0.0", "0.1"), turns=turns)) == Ok()
+    ends = {end.sample_id: end.advantage for end in bench.ledger.log if isinstance(end, rec.SampleEnded)}
+    assert [ends[lease.sample_id] for lease in (one, two)] == [-0.5, 0.75]
+    assert list(bench.ledger.turn_rewards.values()) == [0.25, 0.5]
+    assert not bench.events("turn_rewards_left_out")
+
+
+def test_a_reward_of_no_turn_that_the_step_took_is_left_out_and_an_event_says_so() -> None:
+    bench = opened()
+    one, left = ask(bench, "0.0"), ask(bench, "0.1")
+    unknown = TurnOutcome(b"x" * 32, 1.0, 1.0)
+    turns = (unknown, turn_of(bench, left, 1.0, 1.0), turn_of(bench, one, 0.25, -0.5))
+    body = msgspec.structs.replace(took("e", "0.0"), turns=(*turns, turns[-1]))
+    assert commit(bench, body) == Ok(), "a step does not fail for it"
+    assert [one.reward for one in bench.ledger.log if isinstance(one, rec.TurnRewarded)] == [0.25]
+    [event] = bench.events("turn_rewards_left_out")
+    assert "3 of 4 rewards" in event.reason
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        TurnOutcome(b"short", 1.0, 1.0),
+        TurnOutcome(b"x" * 32, float("nan"), 1.0),
+        TurnOutcome(b"x" * 32, 1.1e13, 1.0),
+    ],
+)
+def test_a_turn_s_outcome_that_cannot_be_is_no_message(wrong: TurnOutcome) -> None:
+    good = CommitStep(1, 1, "train", (), {}, (took("e", "0.0"),))
+    decode_to_daemon(encode(Call(1, "r", 1, good)))
+    body = CommitStep(1, 1, "train", (), {}, (msgspec.structs.replace(took("e"), turns=(wrong,)),))
+    with pytest.raises(WireError):
+        decode_to_daemon(encode(Call(1, "r", 1, body)))

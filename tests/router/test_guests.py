@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scavenger.ledger.records import WorkerJoined as WorkerJoinedRecord
 from scavenger.policy.interface import Fact, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.protocol.messages import (
     PROTOCOL,
@@ -51,6 +52,13 @@ def beat(bench: Bench, conn: int, held: list[Lease], lease_limit: int | None) ->
 
 def sizes(bench: Bench) -> tuple[int, int, int]:
     return fleet_sizes(bench.router.core.runs["r"])
+
+
+def test_the_ledger_has_the_engine_of_the_run_whatever_the_guest_was_told_to_import() -> None:
+    bench = started(n=6)
+    bench.hello(W1, engine="vllm", lease_limit=0)
+    (joined,) = [one for one in bench.ledger.log if isinstance(one, WorkerJoinedRecord)]
+    assert joined.engine == bench.router.core.runs["r"].engine.name != "vllm"
 
 
 def test_a_guest_is_leased_no_more_than_its_host_lets_it_have() -> None:

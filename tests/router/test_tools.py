@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.protocol.messages import (
+    MAX_ANSWER_BYTES,
     AnswerTool,
     AskTool,
     Denied,
@@ -137,6 +138,42 @@ def test_what_is_kept_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     refused = call(bench, ask("d", episode="f"))
     assert isinstance(refused, Denied)
     assert refused.code == "full"
+
+
+def test_an_episode_whose_tools_say_too_much_stops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MAX_EPISODE_ANSWER_BYTES", 8)
+    bench = opened()
+    for name in "abc":
+        assert call(bench, ask(name)) == ToolState("new")
+    for name in "abc":
+        assert call(bench, answer(b"12345678", name)) == ToolState("answered", b"12345678"), "it was asked"
+    refused = call(bench, ask("d"))
+    assert isinstance(refused, Denied)
+    assert refused.code == "full"
+    assert call(bench, answer(b"12345678", "a")) == ToolState("answered", b"12345678"), "repeated"
+    assert call(bench, ask("a", episode="f")) == ToolState("new"), "another one goes on"
+    assert call(bench, answer(b"12345678", "a", episode="f")) == ToolState("answered", b"12345678")
+
+
+def test_what_answers_may_come_to_is_bounded_before_their_tools_are_asked() -> None:
+    bench = opened()
+    most = b"1" * MAX_ANSWER_BYTES
+    for number in range(tools.MAX_EPISODE_ANSWER_BYTES // MAX_ANSWER_BYTES - 1):
+        call(bench, ask(f"kept{number}"))
+        call(bench, answer(most, f"kept{number}"))
+    names = [f"late{number}" for number in range(tools.MAX_UNANSWERED_CALLS)]
+    assert [call(bench, ask(name)) for name in names] == [ToolState("new")] * len(names)
+    refused = call(bench, ask("more"))
+    assert isinstance(refused, Denied)
+    assert (refused.code, refused.remedy) == ("full", "ask again when one has")
+    assert call(bench, ask(names[0])) == ToolState("new"), "asked for again"
+    assert call(bench, ask("a", episode="f")) == ToolState("new"), "another one goes on"
+    assert call(bench, answer(b"1", names[0])) == ToolState("answered", b"1")
+    assert call(bench, ask("more")) == ToolState("new"), "there is a place again"
+    for name in [*names[1:], "more"]:
+        assert call(bench, answer(most, name)) == ToolState("answered", most), "no tool was asked in vain"
+    held = sum(len(kept.answer) for kept in bench.ledger.tool_calls.values() if kept.answer)
+    assert held <= tools.MAX_EPISODE_ANSWER_BYTES + tools.MAX_UNANSWERED_CALLS * MAX_ANSWER_BYTES
 
 
 def test_an_answer_cannot_be_replaced() -> None:

@@ -6,28 +6,26 @@ these checks find them.
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from scavenger.protocol.messages import (
-    Denied,
-    EndEpisode,
-    Held,
-    Lease,
-    Reply,
-    TurnAccepted,
-    TurnTokens,
-    WeightsLoaded,
-)
-from scavenger.router.core import samples, turns
+from scavenger.ledger import records as rec
+from scavenger.protocol.messages import Denied, EndEpisode, Held, Lease, Reply, TurnTokens, WeightsLoaded
+from scavenger.router.core import episode_budget, restore, samples, turns
 from scavenger.router.core.events import JobGone, RouterAction, Send
-from scavenger.router.core.state import Sample
+from scavenger.router.core.state import EpisodeBudget, Group, Sample
 from scavenger.router.core.tables import Core
 from tests.router.harness import Bench, root
 from tests.router.test_turns import GATEWAY, ask
 
 SCHEDULES, MOVES = 150, 60
+#: Of an episode, in every other schedule: one turn of two samples with 8 tokens each, and most of another one.
+BUDGET = {"budget_turns": 2, "budget_tokens": 21}
 
 
 class Played(Bench):
@@ -37,6 +35,7 @@ class Played(Bench):
         super().__init__()
         self.shown: dict[tuple[bytes, int], bytes] = {}  # what gateways were shown of each request's samples
         self.ends = 0
+        self.refused = 0  # turns over their episode's budget
 
     def perform(self, actions: list[RouterAction]) -> None:
         actions = self.filled(actions)
@@ -67,8 +66,8 @@ class Played(Bench):
 
 def play(seed: int, moves: int = MOVES) -> Played:
     rng = random.Random(seed)
-    bench = Played()
-    bench.open()
+    bench, budget = Played(), BUDGET if seed % 2 else {}
+    bench.open(budget=budget)
     bench.publish()
     bench.auto = False
     leases: dict[int, dict[int, tuple[Lease, int]]] = {}  # connection -> sample -> lease, tokens sent
@@ -148,18 +147,48 @@ def play(seed: int, moves: int = MOVES) -> Played:
         bench.tick(1.0)
     for mail in (bench.mail.get(GATEWAY + i, []) for i in range(3)):
         for reply in (m.body for m in mail if isinstance(m, Reply)):
-            assert isinstance(reply, TurnAccepted) or not isinstance(reply, Denied) or reply.code == "ended"
+            assert not isinstance(reply, Denied) or reply.code in (
+                "ended",
+                *(("budget", "invalid") if budget else ()),
+            )
+            bench.refused += isinstance(reply, Denied) and reply.code == "budget"
     requests = [t.request for t in bench.ledger.turns.values()]
     assert len(requests) == len(set(requests)), "a request was generated twice"
+    if budget:
+        _check_budget(bench)
     return bench
+
+
+def _check_budget(bench: Played) -> None:
+    """By the ledger's records, in their order: no turn may have more than was left when it was asked for."""
+    made: dict[int, rec.GroupCreated] = {}
+    episodes: dict[int, int] = {}  # group -> episode
+    turns_of: Counter[int] = Counter()
+    tokens_of: Counter[int] = Counter()
+    for record in bench.ledger.log:
+        if isinstance(record, rec.GroupCreated):
+            made[record.group_id] = record
+        elif isinstance(record, rec.TurnBegun):
+            episode = episodes[record.group_id] = record.episode_id
+            turns_of[episode] += 1
+            assert turns_of[episode] <= BUDGET["budget_turns"], "an episode has turns over its budget"
+            group = made[record.group_id]
+            most = group.n * json.loads(group.sampling)["max_tokens"]
+            left = BUDGET["budget_tokens"] - tokens_of[episode]
+            assert most <= left, "a turn may have more tokens than are left: over its budget"
+        elif isinstance(record, rec.ChunkAccepted):
+            group_id = bench.ledger.samples[record.sample_id].group_id
+            tokens_of[episodes[group_id]] += len(record.tokens) // 4
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_random_schedules_of_episodes(part: int) -> None:
-    ends = 0
+    ends = refused = 0
     for seed in range(part, SCHEDULES, 5):
-        ends += play(seed).ends
+        found = play(seed)
+        ends, refused = ends + found.ends, refused + found.refused
     assert ends > 100, "the schedules reach hardly any end"
+    assert refused > 10, "the schedules reach hardly any budget"
 
 
 def _found(most: int = 60) -> str:
@@ -233,3 +262,18 @@ def test_a_stale_engine_s_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(samples, "refuse_chunk", leaky)
     assert _found(300) != ""  # few schedules have a chunk so late
+
+
+def test_a_budget_that_a_restart_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "budget_of", lambda _config: EpisodeBudget())
+    assert "over its budget" in _found()
+
+
+def test_a_budget_that_counts_no_open_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = episode_budget.tokens_left_for
+
+    def of_whole_turns(budget: EpisodeBudget, name: str, groups: Iterable[Group], *more: Any) -> int | Denied:
+        return honest(budget, name, [group for group in groups if not group.unfinished], *more)
+
+    monkeypatch.setattr(episode_budget, "tokens_left_for", of_whole_turns)
+    assert "over its budget" in _found()

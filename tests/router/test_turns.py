@@ -22,12 +22,16 @@ from scavenger.protocol.messages import (
     Pong,
     SampleFailed,
     Sampling,
+    Serving,
     TurnAccepted,
     TurnTokens,
+    UseWeights,
+    WeightsFailed,
     WeightsLoaded,
+    WeightSource,
     pack_tokens,
 )
-from scavenger.router.core import turns
+from scavenger.router.core import staleness, turns
 from scavenger.router.core.events import JobGone, PeerIdentity
 from scavenger.router.core.state import Episode
 from scavenger.router.core.transitions import EpisodeStep, IllegalTransition
@@ -284,6 +288,161 @@ def test_a_turn_without_tokens_takes_the_newest_weights_and_one_with_tokens_keep
     assert (moved.version, moved.epoch) == (2, 2)
 
 
+def beat(bench: Bench, loaded: dict[int, int]) -> None:
+    """So long that these, connection -> version, have pulled the newest one."""
+    for second in range(int(staleness.PULL_S) + 2):
+        for conn, version in loaded.items():
+            bench.say(conn, Heartbeat((), second, version))
+        bench.tick(1.0)
+
+
+def test_an_engine_that_turns_keep_busy_finishes_them_and_loads_new_weights() -> None:
+    bench = opened()
+    bench.join(W1)
+    turn(bench, ask("a"))
+    [first] = bench.leases(W1)
+    bench.publish(2)
+    turn(bench, ask("b"))
+    [second] = bench.leases(W1)
+    assert second.version == 1, "its weights come yet: it goes on with what it has"
+    beat(bench, {W1: 1})
+    turn(bench, ask("c"))
+    finish(bench, W1, first)
+    assert bench.leases(W1) == [], "it takes no other turn"
+    finish(bench, W1, second)
+    assert bench.take(W1, UseWeights)[-1].version == 2
+    bench.say(W1, WeightsLoaded(2, root(2)))
+    assert [lease.version for lease in bench.leases(W1)] == [2]
+
+
+def test_while_one_engine_makes_way_for_new_weights_the_others_take_turns() -> None:
+    bench = opened()
+    conns = (W1, W2)
+    held = []
+    for conn in conns:
+        bench.join(conn)
+        turn(bench, ask(f"{conn}"))
+    for conn in conns:
+        held += [(conn, lease) for lease in bench.leases(conn)]
+    assert [conn for conn, _ in held] == [W1, W2]
+    bench.publish(2)
+    beat(bench, {W1: 1, W2: 1})
+    turn(bench, ask("c"))
+    assert bench.leases(W1) == []
+    [lease] = bench.leases(W2)
+    assert lease.version == 1
+    finish(bench, *held[0])
+    bench.say(W1, WeightsLoaded(2, root(2)))
+    beat(bench, {W1: 2, W2: 1})
+    turn(bench, ask("d"))
+    assert [lease.version for lease in bench.leases(W1)] == [2]
+    assert bench.leases(W2) == [], "its turn to load"
+    finish(bench, *held[1])
+    finish(bench, W2, lease)
+    assert bench.take(W2, UseWeights)[-1].version == 2, "though no turn waits"
+
+
+def test_a_turn_whose_engine_is_lost_gets_its_weights_from_an_engine_that_others_keep_busy() -> None:
+    bench = opened()
+    bench.join(W1)
+    turn(bench, ask("a"))
+    [begun] = bench.leases(W1)
+    bench.chunk(W1, begun, 0, 3)
+    bench.publish(2)
+    bench.hello(W2)
+    bench.say(W2, WeightsLoaded(2, root(2)))
+    bench.auto = True
+    turn(bench, ask("b"))
+    [other] = bench.leases(W2)
+    assert other.version == 2
+    bench.handle(JobGone("job11", 0, "preempted", crashed=False))
+    turn(bench, ask("c"))
+    assert bench.leases(W2) == [], "it makes way for what was begun with version 1"
+    finish(bench, W2, other)
+    assert bench.take(W2, UseWeights)[-1].version == 1
+    bench.say(W2, WeightsLoaded(1, root(1)))
+    moved = bench.leases(W2)
+    assert (moved[0].sample_id, moved[0].version, len(moved[0].accepted)) == (begun.sample_id, 1, 12)
+
+
+def test_two_engines_keep_the_weights_of_a_turn_that_their_trainer_has_let_go() -> None:
+    bench = opened()
+    bench.join(W1)
+    turn(bench, ask("a"))
+    bench.join(W2)
+    for conn in (W1, W2):
+        bench.say(conn, Serving(1, root(1), WeightSource(f"tcp://engine{conn}:1", "", b"t" * 16)))
+    sources = {}
+    for version in (2, 3):
+        bench.publish(version, step=version - 1)
+        sources[version] = bool(bench.router.core.runs["r"].weights.versions[1].sources)
+        order = bench.take(W2, UseWeights)[-1]
+        bench.say(W2, WeightsLoaded(version, root(version)))
+    assert sources == {2: True, 3: False}
+    assert (order.version, order.keep) == (3, (1,)), "the other may be lost"
+
+
+def test_an_engine_loads_new_weights_also_where_each_turn_has_more_samples_than_it_has_slots() -> None:
+    """Those of a begun turn that wait go to it, as they may to no other; then it loads."""
+    bench = opened()
+    bench.join(W1, lease_limit=2)
+    for name in "ab":
+        turn(bench, ask(name, episode=name, n=3))
+    held, of_version = bench.leases(W1), {1: 0, 2: 0}
+    bench.publish(2)
+    [worker] = bench.router.core.workers.values()
+    for number in range(30):
+        bench.say(W1, Heartbeat((), number, worker.weights.loaded, lease_limit=2))
+        bench.tick(1.0)
+        if held:
+            lease = held.pop(0)
+            of_version[lease.version] += 1
+            finish(bench, W1, lease)
+        if any(order.version == 2 for order in bench.take(W1, UseWeights)):
+            bench.say(W1, WeightsLoaded(2, root(2)))
+        if not number % 3:
+            turn(bench, ask(f"{number}", episode=f"{number}", n=3))
+        held += bench.leases(W1)
+    assert of_version[1] % 3 == 0, "a turn has one version"
+    assert of_version[2] > 3
+
+
+def test_a_turn_does_not_wait_for_a_guest_that_sleeps_with_its_weights() -> None:
+    bench = opened()
+    bench.join(W1)
+    turn(bench, ask("a"))
+    [begun] = bench.leases(W1)
+    bench.chunk(W1, begun, 0, 3)
+    bench.join(W2, lease_limit=2)
+    bench.say(W2, Heartbeat((), 1, 1, lease_limit=0))
+    bench.publish(2)
+    bench.hello(W3)
+    bench.say(W3, WeightsLoaded(2, root(2)))
+    turn(bench, ask("b"))
+    [busy] = bench.leases(W3)
+    bench.handle(JobGone("job11", 0, "preempted", crashed=False))
+    bench.tick(1.0)
+    turn(bench, ask("c"))
+    assert bench.leases(W3) == [], "it ends what it has, and loads"
+    finish(bench, W3, busy)
+    assert bench.take(W3, UseWeights)[-1].version == 1
+    bench.say(W3, WeightsLoaded(1, root(1)))
+    assert bench.leases(W3)[0].sample_id == begun.sample_id
+
+
+def test_an_old_version_that_an_engine_could_not_load_stays_on_its_disk() -> None:
+    bench = opened()
+    bench.join(W1)
+    for version in (2, 3):
+        bench.publish(version, step=version - 1)
+    versions = bench.router.core.runs["r"].weights.versions
+    on_disk, served = (WeightSource(at, "", b"") for at in ("file:///spool/1", "tcp://trainer:1"))
+    versions[1].sources, versions[3].sources = (on_disk, served), (served,)
+    for version in (1, 3):
+        bench.say(W1, WeightsFailed(version, "a connection was reset"))
+    assert (versions[1].sources, versions[3].sources) == ((on_disk,), (served,))
+
+
 def test_a_turn_that_kills_engines_is_given_up_and_the_run_goes_on() -> None:
     bench = opened()
     for conn in (W1, W2, W3):
@@ -400,7 +559,7 @@ def test_turns_request_engines_and_keep_them_between_turns() -> None:
 
 
 def test_an_ended_episode_cannot_be_opened_again() -> None:
-    episode = Episode(1, "e")
+    episode = Episode(1, "e", 0.0)
     episode.transition(EpisodeStep.OPEN)
     episode.transition(EpisodeStep.END)
     with pytest.raises(IllegalTransition):

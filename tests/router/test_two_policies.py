@@ -14,9 +14,11 @@ from scavenger.protocol.messages import (
     DeliveredRow,
     Denied,
     EndEpisode,
+    EpisodeShare,
     EpisodesOver,
     Ok,
     OpenRun,
+    RowTurn,
     RunOpened,
     TurnAccepted,
     pack_tokens,
@@ -25,8 +27,9 @@ from scavenger.router.core import deliveries
 from scavenger.router.core.events import PeerIdentity, TrainerCalled
 from scavenger.router.core.state import Delivery
 from scavenger.router.core.transitions import DeliveryStep, IllegalTransition
+from tests.router import harness
 from tests.router.memory_ledger import StoredLedger
-from tests.router.two_policies import GATEWAY, OTHER, TwoRuns, ask, begun, open_body, opened, played
+from tests.router.two_policies import GATEWAY, OTHER, TOKENS, TwoRuns, ask, begun, open_body, opened, played
 
 
 def states(bench: TwoRuns) -> list[str]:
@@ -372,3 +375,67 @@ def test_a_run_that_takes_episodes_plays_none() -> None:
     denied = bench.of("s", msgspec.structs.replace(open_body("s"), policies=("t",)))
     assert isinstance(denied, Denied)
     assert "plays none" in denied.reason
+
+
+# ---------------------------------------------------------------- turns that are rewarded
+
+
+def with_turns(share: EpisodeShare, *rewards: float) -> EpisodeShare:
+    """Each of its rows is one turn."""
+    rows = tuple(
+        msgspec.structs.replace(row, turns=(RowTurn(number, TOKENS, reward),))
+        for number, (row, reward) in enumerate(zip(share.rows, rewards, strict=True))
+    )
+    return msgspec.structs.replace(share, rows=rows)
+
+
+def test_delivered_turns_carry_their_rewards_which_are_durable_and_the_same_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    bench = TwoRuns()
+    bench.ledger = StoredLedger(f"sqlite:///{tmp_path}/ledger.db")
+    begun(bench)
+    played(bench, "e")
+    bench.of("r", ask("e", "s", 1), GATEWAY)
+    bench.generate(12)
+    assert bench.deliver(with_turns(bench.share("e", turns=2), 0.25, -1.0)) == Ok()
+    [before] = bench.want()
+    assert [turn.reward for row in before.episodes[0].rows for turn in row.turns] == [0.25, -1.0]
+    turns = [bench.ledger.samples[bench.sample_of(ask("e", "s", n))].group_id for n in range(2)]
+    assert bench.ledger.turn_rewards == dict(zip(turns, (0.25, -1.0), strict=True))
+    bench.restart()
+    bench.attach_again("s")
+    [after] = bench.want()
+    assert after == before
+
+
+def test_delivered_turns_with_equal_tokens_have_their_own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "token", lambda _sample, position: position)
+    bench = TwoRuns()
+    begun(bench)
+    played(bench, "e")
+    bench.of("r", ask("e", "s", 1), GATEWAY)
+    bench.generate(12)
+    assert bench.deliver(with_turns(bench.share("e", turns=2), 0.25, -1.0)) == Ok()
+    assert list(bench.ledger.turn_rewards.values()) == [0.25, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("turns", "why"),
+    [
+        ((RowTurn(0, TOKENS - 1, 1.0),), "turns of 3 tokens in a row that trains 4"),
+        ((RowTurn(0, 1, 1.0), RowTurn(1, TOKENS - 1, 1.0)), "rewards a turn that is none of those"),
+        ((RowTurn(0, 2, 1.0), RowTurn(0, TOKENS - 2, 1.0)), "a turn is in two places"),
+    ],
+)
+def test_rewards_of_turns_that_the_policy_did_not_say_are_refused(
+    turns: tuple[RowTurn, ...], why: str
+) -> None:
+    bench = opened()
+    played(bench, "e")
+    share = bench.share("e")
+    wrong = msgspec.structs.replace(share, rows=(msgspec.structs.replace(share.rows[0], turns=turns),))
+    reply = bench.deliver(wrong)
+    assert isinstance(reply, Denied)
+    assert why in reply.reason
+    assert not bench.ledger.turn_rewards

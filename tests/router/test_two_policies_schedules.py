@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from scavenger.protocol.messages import DeliveredGroup, EndEpisode, Message
 from scavenger.router.core import deliveries, turns
 from scavenger.router.core.events import JobGone, RouterAction, Send
 from scavenger.router.core.state import ActiveRun
 from scavenger.router.core.tables import Core
+from tests.ledger.conftest import new_database
+from tests.ledger.conftest import postgres as postgres
+from tests.router.memory_ledger import Ledger, StoredLedger
 from tests.router.two_policies import GATEWAY, OTHER, TwoRuns, ask
 
 SCHEDULES, MANY, MOVES = 12, 300, 70
@@ -39,9 +45,10 @@ class Watched(TwoRuns):
 class Play:
     """One schedule. `whole`: episodes that both policies have spoken in; `open_steps`: of the other trainer, those with a checkpoint."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ledger: Ledger | None = None) -> None:
         self.rng = random.Random(seed)
         self.bench = Watched()
+        self.bench.ledger = ledger or self.bench.ledger
         self.bench.begin("s", ahead=8)
         self.bench.announce("s", 0)
         self.bench.begin("r", ahead=8)
@@ -190,8 +197,8 @@ class Play:
         return self.bench
 
 
-def play(seed: int, moves: int = MOVES) -> Watched:
-    one = Play(seed)
+def play(seed: int, moves: int = MOVES, ledger: Ledger | None = None) -> Watched:
+    one = Play(seed, ledger)
     names = (
         one.join,
         one.call,
@@ -232,6 +239,41 @@ def test_random_schedules_of_two_policies() -> None:
 def test_many_random_schedules_of_two_policies(part: int) -> None:
     for seed in range(SCHEDULES + part, MANY, 3):
         play(seed)
+
+
+def over_a_real_ledger(seed: int, url: str) -> int:
+    """A restarted daemon and a resumed trainer read what the database says. Returns how many deliveries a step took."""
+    with closing(StoredLedger(url)) as ledger:
+        bench = play(seed, ledger=ledger)
+        told, known = ledger.snapshot(), Ledger.snapshot(ledger)
+        assert (told.deliveries, told.next_delivery_id) == (known.deliveries, known.next_delivery_id)
+        assert sorted(told.episodes, key=str) == sorted(known.episodes, key=str)
+        assert sorted(told.turns, key=str) == sorted(known.turns, key=str)
+        return counts(bench).get("consumed", 0)
+
+
+def test_random_schedules_of_two_policies_hold_over_sqlite(tmp_path: Path) -> None:
+    taken = [over_a_real_ledger(seed, f"sqlite:///{tmp_path / f'{seed}.sqlite3'}") for seed in range(6)]
+    assert sum(taken) > 12, "the schedules train hardly anything"
+
+
+@pytest.mark.postgres
+def test_random_schedules_of_two_policies_hold_over_postgres(postgres: sa.URL) -> None:
+    taken = [over_a_real_ledger(seed, new_database(postgres)) for seed in range(3)]
+    assert sum(taken) > 6, "the schedules train hardly anything"
+
+
+@pytest.mark.long
+@pytest.mark.postgres
+@pytest.mark.timeout(3600)
+def test_many_random_schedules_of_two_policies_hold_over_both_databases(
+    tmp_path: Path, postgres: sa.URL
+) -> None:
+    taken = 0
+    for seed in range(2_000, 2_100):
+        taken += over_a_real_ledger(seed, f"sqlite:///{tmp_path / f'{seed}.sqlite3'}")
+        taken += over_a_real_ledger(seed, new_database(postgres))
+    assert taken > 600, "the schedules train hardly anything"
 
 
 def found_in(most: int = 40) -> str:

@@ -40,6 +40,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.protocol.reserved_memory import ReservedObservation, observe
 from scavenger.protocol.train_step import ReservedAsleep, ReservedHolds
+from tests.router.apart import manifest_of
 from tests.router.checks import Truth
 from tests.router.engines import MAX_TOKENS, finish_at, goal, payload
 from tests.router.harness import SOURCE, open_body, specs
@@ -60,6 +61,7 @@ class Campaign:
     run: str
     on_poison: str
     salt: int = 0
+    encrypt: bool = False  # so that engines beyond a link have its weights
     jobs: int = 0
     kept: list[int] = field(default_factory=lambda: [0])
 
@@ -159,10 +161,12 @@ class SimTrainer:
                     ahead=self.ahead,
                     on_new_version=self.on_new_version,
                     kv=self.kv,
+                    encrypt=self.campaign.encrypt,
                 )
                 return msgspec.structs.replace(body, run=self.campaign.run)
             case "publish":
-                return PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,))
+                manifest = manifest_of(self.campaign.run)
+                return PublishVersion(self.next_version, self.step - 1, self.root(), manifest, (SOURCE,))
             case "submit":
                 return SubmitGroups(
                     self._next_to_ask(),

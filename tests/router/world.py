@@ -14,10 +14,10 @@ from scavenger.protocol.worker import events as ev
 from scavenger.router.core.events import IntentHandedOver, IntentRevoked, JobGone, PeerIdentity
 from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
+from tests.router.apart import owner_of
 from tests.router.checks import audit_groups, audit_ledger
 from tests.router.drafts import FORGED, Truths
 from tests.router.engines import LIES, SimWorker, answer, forged
-from tests.router.harness import OWNER
 from tests.router.site import POISON, Op, Site
 from tests.router.trainers import Campaign, SimTrainer
 
@@ -66,7 +66,7 @@ class World(Site):
         return (
             PeerIdentity("worker", f"key-{worker.intent}", worker.run, worker.intent)
             if worker.intent
-            else OWNER
+            else owner_of(worker.run)
         )
 
     def on_hands(self, intent: str, run: str) -> None:
@@ -314,7 +314,7 @@ class World(Site):
             name,
             campaign,
             resume,
-            self.open_link(OWNER),
+            self.open_link(owner_of(run)),
             self.truth,
             self.ahead,
             self.on_new_version,
@@ -372,7 +372,7 @@ class World(Site):
         trainer = self.trainers.get(name)
         if trainer is not None and not trainer.dead:
             self.cover.fault("trainer connects again", f"trainer {trainer.phase}")
-            trainer.connected(self.open_link(OWNER))
+            trainer.connected(self.open_link(owner_of(trainer.campaign.run)))
 
     def on_tkill(self, name: int) -> None:
         trainer = self.trainers.pop(name, None)
@@ -399,7 +399,7 @@ class World(Site):
         body = trainer.next_body()
         if body is not None and not isinstance(body, OpenRun):
             self.cover.fault("an older attempt speaks", f"trainer {trainer.phase}")
-            link = self.open_link(OWNER)
+            link = self.open_link(owner_of(trainer.campaign.run))
             link.old = True
             self._call_up(self.daemon, link, Call(1, trainer.campaign.run, trainer.attempt - 1, body))
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,44 +14,15 @@ import pytest
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.demo.site import DemoSite, SiteOptions
-from scavenger.protocol import keys
 from tests.guest.service import MockService, service
 from tests.system import play
+from tests.system.guests import holds, hosted, said
 
 pytestmark = pytest.mark.mpi
 
 
-@contextmanager
-def hosted(site: DemoSite, beside: MockService, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`scavenger guest` with a key of the run `small`."""
-    key = site.dir / "guest.key"
-    keys.invite_guest(site.state_dir, "svc", "small", key)
-    argv = [
-        *(sys.executable, "-m", "scavenger", "guest", "--service", beside.url),
-        *("--objective", "ttft_p99=500ms tpot_p99=60ms", "--daemon", str(site.state_dir), "--key", str(key)),
-        *("--engine", "reference", "--most", "4", "--poll", "0.2", "--nice", "0"),
-    ]
-    with log.open("wb") as out, subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait(20)
-
-
-def said(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-
-
-def holds(site: DemoSite) -> int:
-    """Leases that guests hold now."""
-    rows = play.ask(
-        site,
-        "SELECT count(*) FROM leases l JOIN workers w ON w.worker_id = l.worker_id "
-        "WHERE l.ended_at IS NULL AND w.left_at IS NULL AND w.intent_id = 'guest-svc'",
-    )
-    return int(rows[0][0]) if rows else 0
+#: For the reference engine and the stand-in, which say something new each fifth of a second.
+OPTIONS = ("--engine", "reference", "--most", "4", "--poll", "0.2", "--nice", "0")
 
 
 @contextmanager
@@ -73,7 +41,7 @@ def test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_ser
 ) -> None:
     log = tmp_path / "guest.out"
     with training_alone(tmp_path, small_model) as (site, training), service() as beside:
-        with hosted(site, beside, log) as process:
+        with hosted(site, beside.url, log, *OPTIONS) as process:
             play.wait_for(
                 "the guest to hold samples with tokens", lambda: play.busy(site) and holds(site) <= 4
             )
@@ -137,7 +105,7 @@ def test_a_guest_that_is_killed_takes_its_engine_along_and_nothing_else(
 ) -> None:
     log = tmp_path / "guest.out"
     with training_alone(tmp_path, small_model) as (site, training), service() as beside:
-        with hosted(site, beside, log) as process:
+        with hosted(site, beside.url, log, *OPTIONS) as process:
             play.wait_for("the guest to hold samples", lambda: holds(site) > 0)
             process.send_signal(signal.SIGKILL)
             process.wait(10)

@@ -1,7 +1,7 @@
 """The releases of Slurm that are not installed here, each in a root file system of the Debian that has it (`scripts/slurm-matrix`).
 
-The cluster contract, doctor on a healthy site, harvesting, accounting, and a whole run that loses engines in three ways; with `long` also
-all that depends on Slurm, and the quickstart as a newcomer types it.
+The cluster contract, doctor on a healthy site, harvesting, accounting, and on the newest a whole run that loses engines in three ways; with
+`long` also all that depends on Slurm, and the quickstart as a newcomer types it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ GROUP BY g.step, v.step ORDER BY g.step, v.step
 
 @pytest.mark.parametrize(
     ("k", "on_new_version", "on_late", "kv"),
-    [(1, "switch", "wait", "recompute"), (3, "finish", "wait", "recompute"), (2, "switch", "later", "keep")],
+    [
+        pytest.param(1, "switch", "wait", "recompute", marks=pytest.mark.long),
+        (3, "finish", "wait", "recompute"),
+        (2, "switch", "later", "keep"),
+    ],
 )
 def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
     k: int, on_new_version: str, on_late: str, kv: str, tmp_path: Path, small_model: Path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -194,6 +196,51 @@ def test_a_refresh_that_fails_says_why_and_leaves_what_was_shown() -> None:
         await until(pilot, lambda: "is gone" not in shown(top, "said"))
 
     play(reader, what)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
+        (TypeError("no [bold]number[/]\x1b[2J"), "no [bold]number[/]"),
+    ],
+)
+def test_a_detail_that_cannot_be_shown_says_why_and_ends_nothing(error: Exception, said: str) -> None:
+    class Broken(RecordedFeed):
+        def decision(self, decision_id: int) -> list[Text]:
+            raise error
+
+    async def what(top: Top, pilot: Pilot[None]) -> None:
+        await to_page(top, pilot, "decisions")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(top.screen, apps.Detail))
+        whole = "\n".join(picture(top))
+        assert said in whole, whole
+        assert "\x1b" not in whole
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(top.screen, apps.Detail))
+        assert top.is_running
+
+    play(Broken(lambda: NOW), what)
+
+
+def test_a_value_of_another_type_than_its_column_is_named_and_ends_nothing(
+    path: Path, tmp_path: Path
+) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "state/ledger.sqlite3")) as ledger, ledger:
+        ledger.execute("UPDATE leases SET granted_at = 'abc'")
+
+    with pytest.raises(LedgerError, match="holds str in a column granted_at"):
+        feed(path).sample(21)
+
+    async def what(top: Top, pilot: Pilot[None]) -> None:
+        await to_page(top, pilot, "samples")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(top.screen, apps.Detail))
+        whole = " ".join(" ".join(picture(top)).split())
+        assert "the ledger holds str in a column granted_at" in whole, whole
+
+    play(feed(path), what)
 
 
 def test_the_cursor_stays_on_its_row_while_others_come_and_go() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -297,6 +298,28 @@ def test_the_demo_plays_the_same_each_time_and_shows_everything() -> None:
     assert later.runs[0].last_step > first.runs[0].last_step
     drained = build(recorded.play(260, at, {0: "mine"}))
     assert {one.name: one.gpus.harvested for one in drained.nodes}["gpu01"] == 0
+
+
+def test_the_demo_s_samples_end_with_their_step() -> None:
+    """After an hour too: an engine holds what it has slots for, and what moved to it."""
+    for until in (150, 3600, 3611, 3617):
+        ledger = recorded.play(until, 0.0).ledger
+        assert ledger is not None
+        steps = {row["step"] for row in ledger.samples[1]}
+        assert steps == {until // recorded.STEP_S + 1}
+        (run,) = build(recorded.play(until, 0.0)).runs
+        assert len(ledger.samples[1]) <= run.samples_open <= run.samples == recorded.STEP_SAMPLES
+
+
+def test_the_demo_s_feed_plays_each_second_once_and_changes_nothing_that_it_gave() -> None:
+    clock = iter([0.0, 60.0, 61.0, 3600.0])
+    feed = recorded.RecordedFeed(lambda: next(clock))
+    first = feed.read()
+    kept = copy.deepcopy(first)
+    later = [feed.read() for _ in range(2)]
+    assert first == kept
+    played = [recorded.play(recorded.BEFORE_S + second, -recorded.BEFORE_S) for second in (60, 61, 3600)]
+    assert [first, *later] == played
 
 
 # ---------------------------------------------------------------- the command

@@ -222,6 +222,21 @@ def test_any_step_is_exported_and_one_that_is_not_kept_is_told(
         export.export(config_of(tmp_path / "x", model_folder), tmp_path / "other", "auto", "")
 
 
+def test_a_damaged_checkpoint_hinders_no_choice_of_another_and_two_choices_are_refused(
+    tmp_path: Path,
+) -> None:
+    good, bad = (checkpoint.folder(tmp_path) / checkpoint.name(step) for step in (4, 2))
+    for path in (good, bad):
+        path.mkdir(parents=True)
+        (path / checkpoint.STATE_FILE).write_text("damaged")
+    assert export.choose(tmp_path, "auto", 4) == good
+    assert export.choose(tmp_path, str(good), None) == good
+    with pytest.raises(ConfigError, match="there is 2, 4"):
+        export.choose(tmp_path, "auto", 3)
+    with pytest.raises(ConfigError, match=r"--step 2 and --checkpoint .* name two checkpoints"):
+        export.choose(tmp_path, str(good), 2)
+
+
 def test_the_command_says_what_is_missing(model_folder: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path, model_folder, steps=1, out="x")
     argv = [sys.executable, "-m", "scavenger", "checkpoint", "export", str(run), str(tmp_path / "out")]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 import trainer.__main__ as program
+from scavenger import config as configs
 from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError, DaemonUnavailable, StaleSamples
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
 from scavenger.protocol import keys
 from scavenger.weights.source import serving_interface
 from tests.trainer.test_local import write_run
@@ -257,6 +261,13 @@ def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(
     assert checkpoint.found(tmp_path / "x" / "local") == []
 
 
+def state_of_try(out: Path) -> str:
+    engine = store.open_readonly(configs.read_daemon(out / "local" / "scavenger.toml").ledger_url)
+    ((state,),) = reader.rows(engine, "SELECT state FROM v_runs").rows
+    engine.dispose()
+    return str(state)
+
+
 def test_ctrl_c_saves_the_whole_steps_of_a_local_try_and_ends_in_one_line(
     model_folder: Path,
     tmp_path: Path,
@@ -274,9 +285,11 @@ def test_ctrl_c_saves_the_whole_steps_of_a_local_try_and_ends_in_one_line(
         == f"stopped by Ctrl-C; saved as {saved}: the same command goes on from there"
     )
     assert "Traceback" not in said.out + said.err
+    assert state_of_try(tmp_path / "x") == "stopped"
     assert program.main([str(path), "--local"]) == 0
     told = capsys.readouterr().out
     assert f"resumed from {saved}, after step 1 (--resume none starts over)" in told
+    assert state_of_try(tmp_path / "x") == "finished"
 
 
 def test_ctrl_c_before_a_step_is_done_and_a_second_one_leave_no_traceback(
@@ -379,6 +392,27 @@ def test_an_evaluation_alone_has_a_folder_of_its_own_checkpoint_and_reaches_no_t
     assert {named for _, named in found} == {str((one / "step-00000020").resolve()) for one in made}
     assert len({one.run.out_dir for one, _ in found}) == 2
     assert all((one.monitor.wandb, one.monitor.mlflow) == ("off", "") for one, _ in found)
+
+
+def test_a_local_try_is_another_run_to_a_tracker(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: None
+) -> None:
+    """Its steps begin at 1 again, and would lie among those of the run itself."""
+    begun: list[str] = []
+
+    class Error(Exception):
+        """Ends the program before it trains."""
+
+    def init(**more: Any) -> None:
+        begun.append(more["id"])
+        raise Error
+
+    errors = SimpleNamespace(Error=Error)
+    fake = SimpleNamespace(init=init, Settings=lambda **more: None, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    assert program.main([str(path), "--local", "--set", "monitor.wandb=offline"]) == ConfigError.exit_code
+    assert begun == ["local-local"], "the run's name is local"
 
 
 def test_a_curriculum_is_not_laid_over_other_prompts_of_the_same_run(

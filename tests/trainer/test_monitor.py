@@ -271,16 +271,20 @@ def test_w_and_b_is_told_no_key_and_nothing_that_is_passed_to_others_code(
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     plain = config(tmp_path, wandb="offline").model_dump(exclude_unset=True)
-    reward, data = (
-        {"function": "judge:reward", "options": {"api_key": "SECRET-1"}},
-        {"chat_options": {"token": "SECRET-2"}},
-    )
-    WeightsAndBiases(RunConfig.model_validate({**plain, "reward": reward, "data": data}))
-    text = json.dumps(told["config"])
-    assert "SECRET" not in text
-    assert "owner.key" not in text
-    assert told["config"]["reward"]["function"] == "judge:reward"
-    assert told["config"]["data"]["samples_per_prompt"] == 8
+    judged = {
+        "reward": {"function": "judge:reward", "options": {"api_key": "SECRET-1"}},
+        "data": {"chat_options": {"token": "SECRET-2"}},
+    }
+    environment = {
+        "data": {"environment": "a-task-set", "environment_args": {"judge": {"api_key": "SECRET-3"}}}
+    }
+    for more in (environment, judged):
+        chosen(RunConfig.model_validate({**plain, **more}))
+        text = json.dumps(told["config"])
+        assert "SECRET" not in text
+        assert "owner.key" not in text
+        assert "a-task-set" in text or "judge:reward" in text
+        assert told["config"]["data"]["samples_per_prompt"] == 8
 
 
 def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(
@@ -304,7 +308,7 @@ def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(
         init=lambda **more: run, Settings=lambda **more: None, errors=SimpleNamespace(Error=Error)
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = WeightsAndBiases(config(tmp_path, wandb="offline"))
+    sink = WeightsAndBiases(config(tmp_path, wandb="offline"), "r")
     sink.write(MonitorEntry("train", 2, 1, 0.0, {"reward": 0.5}))
     with pytest.raises(SinkFailed, match="the service ended"):
         sink.write(MonitorEntry("train", 3, 1, 0.0, {"reward": 0.5}))
@@ -382,6 +386,9 @@ def test_mlflow_has_one_run_for_all_attempts_and_no_secret(tmp_path: Path) -> No
     assert "owner.key" not in str(run.to_dictionary())
     history = client.get_metric_history(run.info.run_id, "train/reward")
     assert [(one.step, one.value) for one in history] == [(1, 1.1), (2, 2.1), (2, 2.2), (3, 3.2)]
+    chosen(config(tmp_path, mlflow=uri), local=True)[0].close()
+    names = [one.data.tags["scavenger.run"] for one in client.search_runs([run.info.experiment_id])]
+    assert sorted(names) == ["r", "r-local"], "a local try is another run"
 
 
 @needs_mlflow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from scavenger.config import AlgorithmSection, RewardSection, RunConfig
@@ -17,6 +20,7 @@ from trainer import __main__ as program
 from trainer.algorithms.scoring import Scoring
 from trainer.checkpoint import checkpoint
 from trainer.loop.run import RunStart
+from trainer.model import identity
 
 # ---------------------------------------------------------------- rewards
 
@@ -166,6 +170,44 @@ def test_a_run_whose_problems_changed_goes_on_only_from_a_checkpoint_that_was_ch
     capsys.readouterr()
     assert begin(checkpoints, monkeypatch, 6, resume=str(path), data="others") == (6, ["step-00000006"])
     assert "from position 48" in capsys.readouterr().out
+
+
+def test_a_run_whose_base_model_changed_goes_on_only_from_a_checkpoint_that_was_chosen(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoints would hide that the new weights are used for nothing but the reference model."""
+    weights = checkpoints / "model.safetensors"
+    save_file({"a": np.zeros(5000, np.float32), "b": np.zeros(1, np.float32)}, weights)
+    path = checkpoint.folder(checkpoints) / "step-00000006"
+    state = checkpoint.read_state(path)
+    assert begin(checkpoints, monkeypatch, 6) == (6, ["step-00000006"]), "an older release noted none"
+    state = msgspec.structs.replace(state, base=identity.digest(checkpoints))
+    (path / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(state))
+    os.utime(weights, (0, 0))
+    assert begin(checkpoints, monkeypatch, 6) == (6, ["step-00000006"]), "a copy of the same model"
+    save_file({"a": np.zeros(5000, np.float32), "b": np.ones(1, np.float32)}, weights)
+    with pytest.raises(ConfigError, match=r"model.path(.|\n)*--resume none(.|\n)*--resume .*step-00000006"):
+        begin(checkpoints, monkeypatch, 6)
+    capsys.readouterr()
+    assert begin(checkpoints, monkeypatch, 6, resume=str(path)) == (6, ["step-00000006"])
+    assert "goes on from the checkpoint all the same" in capsys.readouterr().out
+
+
+def test_a_model_s_identity_is_that_of_its_values_wherever_it_lies(tmp_path: Path) -> None:
+    assert identity.digest(tmp_path) == ""
+    many = {f"t{i}": np.full(2000, i, np.float32) for i in range(3)}
+    save_file(many, tmp_path / "model.safetensors")
+    before = identity.digest(tmp_path)
+    for name in many:
+        save_file(many | {name: many[name] + 1}, tmp_path / "model.safetensors")
+        assert identity.digest(tmp_path) != before
+    other = tmp_path / "copy"
+    other.mkdir()
+    save_file(many, other / "model.safetensors")
+    assert identity.digest(other) == before
+    (other / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        identity.digest(other)
 
 
 @pytest.mark.parametrize("resume", ["none", "step-00000002"])

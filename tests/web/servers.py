@@ -12,12 +12,13 @@ from scavenger.web.connections import Server
 
 
 @contextmanager
-def serving(url: str, token: str | None) -> Iterator[int]:
-    """Its port of 127.0.0.1."""
+def serving(url: str, token: str | None, *, port: int = 0, interval_s: float = 5.0) -> Iterator[int]:
+    """Its port of 127.0.0.1. `port`: 0, or that of a server that ended."""
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
         listening.listen(128)
-        app = web.make_app(url, token)
+        app = web.make_app(url, token, interval_s=interval_s)
         server = Server(app, app.state.site.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

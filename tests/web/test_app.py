@@ -23,8 +23,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx2")
 
 import sqlalchemy as sa
+from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from scavenger.cli.main import app as commands
 from scavenger.errors import AuthError, ConfigError, LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
@@ -147,6 +150,35 @@ def test_behind_a_prefix_every_address_has_it(tmp_path: Path) -> None:
                 for name in ("href", "src"):
                     given = attributes.get(name)
                     assert not given or given.startswith(("/sc/", "#")), (asked, tag, given)
+
+
+@pytest.mark.parametrize("root_path", ["/runs", "/static/", "/decisions/of"])
+def test_a_prefix_that_begins_as_a_page_of_ours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root_path: str
+) -> None:
+    """A proxy may strip it: then /runs/1 would be both run 1 and the page /1."""
+    monkeypatch.setattr(web, "serve", lambda *_, **__: None)
+    given = ["web", "--config", str(sites.site(tmp_path)), "--root-path", root_path]
+    refused = CliRunner().invoke(commands, given)
+    assert isinstance(refused.exception, ConfigError), refused.output
+    assert "begins as a page of ours" in refused.exception.cause
+
+
+def test_the_names_that_no_prefix_begins_with_are_those_of_all_routes(tmp_path: Path) -> None:
+    routes = web.make_app(ledger(tmp_path), TOKEN).routes
+    paths = [route.path for route in routes if isinstance(route, Route | Mount)]
+    assert len(paths) == len(routes)
+    assert {path.split("/")[1] for path in paths} - {""} == web.OWN
+
+
+def test_an_error_that_speaks_of_what_a_ledger_has_not_is_no_page_that_is_not_there(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(connection: object) -> Page:
+        raise LedgerError("table runs has no column named x")
+
+    monkeypatch.setattr(pages, "harm", fail)
+    assert client.get("/harm").status_code == 503
 
 
 def test_hostile_text_is_text_on_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,7 +619,7 @@ def test_sixty_readers_of_a_slow_page_take_no_thread_from_another_page(
     """By the application: Starlette has 40 threads for what is no coroutine."""
     app, slow = web.make_app(ledger(tmp_path), TOKEN), _Slow()
 
-    def run(connection: object, run_id: int, *, by_step: bool) -> Page:
+    def run(connection: object, run_id: int, *, by_step: bool, before: int) -> Page:
         return Page(slow(connection), ())
 
     monkeypatch.setattr(pages, "run", run)
@@ -821,7 +853,10 @@ def test_metrics_of_a_run_however_many_are_read_as_far_as_a_page_draws_them_and_
     try:
         with reading(engine) as connection:
             for sql, there in ((questions.STEPS, 202), (questions.EVALUATIONS, 201)):
-                found = ask(connection, questions.filled(sql, run_id=1, most=questions.MOST_STEPS))
+                found = ask(
+                    connection,
+                    questions.filled(sql, run_id=1, before=questions.NO_STEP, most=questions.MOST_STEPS),
+                )
                 said = [len(row["metrics"]) for row in found]
                 assert len(said) == there
                 assert questions.MOST_RUN_METRICS - most < sum(said) < questions.MOST_RUN_METRICS + 500
@@ -892,16 +927,16 @@ def test_inputs_of_a_decision_however_large_are_read_as_far_as_they_are_shown(tm
 
 def test_a_reward_at_the_end_of_what_a_double_holds_is_no_bin(tmp_path: Path) -> None:
     most = 1.7976931348623157e308
-    assert charts.bins([(most, 1)]) == []
-    assert charts.bins([(0.0, 1), (most, 1)]) == []
+    assert charts.bins([most]) == []
+    assert charts.bins([0.0, most]) == []
 
 
 def test_bins_hold_each_reward_once() -> None:
-    counts = [(-1.0, 3), (0.0, 2), (0.1, 1), (1.0, 4), (float("nan"), 9)]
-    assert sum(n for *_, n in charts.bins(counts)) == 10
-    assert charts.bins([(0.5, 7)])[0][2] == 7
+    values = [-1.0] * 3 + [0.0] * 2 + [0.1] + [1.0] * 4 + [float("nan")] * 9
+    assert sum(n for *_, n in charts.bins(values)) == 10
+    assert charts.bins([0.5] * 7)[0][2] == 7
     assert charts.bins([]) == []
-    assert sum(n for *_, n in charts.bins([(1.0, 1), (1.0 + 2**-52, 1)])) == 2
+    assert sum(n for *_, n in charts.bins([1.0, 1.0 + 2**-52])) == 2
 
 
 def test_the_command_that_is_printed_shows_the_address_with_the_token(tmp_path: Path) -> None:

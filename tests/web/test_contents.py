@@ -34,7 +34,7 @@ from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.read.reader import reading
 from scavenger.web import app as web
-from scavenger.web import export, pages, render, texts
+from scavenger.web import export, pages, questions, render, texts
 from tests.ledger.examples import CONFIG, T0, chunk
 from tests.top import sites as tops
 from tests.web.sites import ledger, word
@@ -127,6 +127,14 @@ def test_a_search_finds_the_newest_completions_that_have_the_text_whatever_its_c
     assert not re.findall(r'href="/samples/', none)
     assert 'value="&lt;script&gt;no such"' in none
     assert client.get("/runs/99/search?q=w").status_code == 404
+
+
+def test_a_search_says_what_it_read(tmp_path: Path) -> None:
+    client = TestClient(web.make_app(ledger(tmp_path), TOKEN), headers=BEARER)
+    said = "searched were the first 6,000 tokens of each, 1,000,000 together; the SQL lists those samples"
+    assert said in client.get("/runs/1/search", params={"q": "w11003"}).text
+    assert said in client.get("/runs/1/search", params={"q": "no such"}).text
+    assert said not in client.get("/runs/1/search").text, "nothing was looked for"
 
 
 def test_the_process_that_makes_text_loads_no_driver_of_a_database() -> None:
@@ -301,6 +309,42 @@ def test_the_file_of_a_run_has_its_pages_and_no_link_that_leads_nowhere(tmp_path
     assert not (tmp_path / "b.html").exists()
 
 
+def test_the_file_says_of_each_part_of_a_page_that_it_lacks(tmp_path: Path) -> None:
+    """A page that the server shows has headings and columns that are not in the file; those are named, and it lacks no other."""
+    url = ledger(tmp_path)
+    shown = export.write(url, "sorting", tmp_path / "run.html", every_sample=True)
+    text = (tmp_path / "run.html").read_text(encoding="utf-8")
+    head = text[: text.index("<main")]
+    told = {
+        "Search the completions": "a search of the completions",
+        "completion": "how each completion begins in the tables of samples",
+        "The prompt&#39;s row: what the reward function received": "the row of an agent&#39;s prompt",
+    }
+
+    def parts(page: str) -> set[str]:
+        return set(re.findall(r"<(?:h2|th)\b[^>]*>(.*?)</", page))
+
+    lacks: set[str] = set()
+    with TestClient(web.make_app(url, TOKEN), headers=BEARER) as client:
+        for name, page in re.findall(r'<main id="([^"]*)">(.*?)</main>', text, re.DOTALL):
+            live = client.get(html.unescape(name)).text
+            if "?only=" not in name:  # there a filter's page has the samples alone
+                lacks |= parts(live) - parts(page)
+    assert len(shown) > 10
+    assert lacks <= set(told), lacks - set(told)
+    assert "completion" in lacks
+    assert [name for name in lacks if told[name] not in head] == []
+
+
+def test_an_error_that_speaks_of_what_a_ledger_has_not_ends_the_file() -> None:
+    def fail(build: Callable[[sa.Connection], T], /) -> T:
+        raise LedgerError("table runs has no column named x")
+
+    room = export._Room(fail, {}, 100)
+    with pytest.raises(LedgerError, match="no column"):
+        room.take("/harm", pages.harm)
+
+
 def test_an_episode_without_a_turn_keeps_no_file_from_being_written(tmp_path: Path) -> None:
     """An agent that has asked nothing yet: each run that trains has some."""
     shown = export.write(
@@ -426,6 +470,25 @@ def test_the_file_says_of_each_kind_of_page_how_many_are_missing_whenever_its_ro
     assert f"{decisions} of {decisions} decisions that are listed, 2 of 2 filters of steps and eval" in said
     assert ("3 of 3 samples that never moved" in said) is every_sample
     assert none.not_moved == whole.not_moved == (0 if every_sample else 3)
+
+
+def test_the_file_says_how_many_steps_and_evaluations_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "MOST_STEPS", 1)
+    url = ledger(tmp_path, more=[[r.StepCommitted(1, 2, "train", 1, 1, '{"reward": 0.5}', T0 + 40)]])
+    engine = store.open_readonly(url)
+    try:
+        with reading(engine) as connection:
+
+            def ask_for(build: Callable[[sa.Connection], T]) -> T:
+                return build(connection)
+
+            found = export.collected(ask_for, pages.Contents(), "sorting", 0)
+    finally:
+        engine.dispose()
+    assert {what: (missing, there) for what, missing, there in found.missing}["steps"] == (1, 2)
+    assert "no page of 1 of 2 steps" in export.left_out(found)
 
 
 def test_hostile_text_is_text_in_the_file_too(tmp_path: Path) -> None:

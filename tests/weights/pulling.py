@@ -10,7 +10,9 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights.choice import MeasuredRate, RateBook
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.pull import pull
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
+from tests.clusters import wait_for
 
 QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 ME = keys.generate()
@@ -47,3 +49,9 @@ def get(
     limits: TransferLimits = QUICK,
 ) -> memoryview:
     return asyncio.run(pull(manifest, sources, ME, deadline_s, limits=limits)).view
+
+
+def parts_sent(source: WeightServer, at_least: int) -> int:
+    """What it sent: it counts a part after the last byte is gone, when who asked for it may go on already."""
+    wait_for(f"{at_least} parts", lambda: source.stats.parts >= at_least, 10.0)
+    return source.stats.parts

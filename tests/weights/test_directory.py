@@ -63,14 +63,16 @@ def test_a_part_of_a_version_is_served_on_and_is_not_the_version() -> None:
     directory.add_holder(1, 1, "a", engine(1, complete=False))
     assert endpoints(directory, 2, "a") == ["tcp://trainer:1", "tcp://engine1:1"]
     assert not directory.available(1)
-    assert directory.last_holder(1) is None
+    assert not directory.is_among_last(1, 1, 1)
     directory.add_holder(1, 1, "a", engine(1))
     assert directory.available(1)
-    assert directory.last_holder(1) == 1
+    assert directory.is_among_last(1, 1, 1)
     directory.add_holder(1, 2, "a", engine(2))
-    assert directory.last_holder(1) is None
+    assert not directory.is_among_last(1, 1, 1)
+    assert directory.is_among_last(1, 1, 2)
     directory.drop(1, 1)
-    assert directory.last_holder(1) == 2
+    assert directory.is_among_last(1, 2, 1)
+    assert not directory.is_among_last(1, 1, 2)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -17,6 +17,7 @@ from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights import pull, rdma
 from scavenger.weights import source as source_module
+from scavenger.weights.channel import SharedContext
 from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
@@ -252,6 +253,24 @@ def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_t
     assert not reads.registered or "deregister_memory" in broken
 
 
+def test_of_two_threads_with_which_nixl_fails_at_once_one_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = pull.FailedEndpoints()
+    source = messages.WeightSource("tcp://127.0.0.1:1", "", bytes(32), "", True, True)
+    one, other = (
+        pull.ConnectionFactory(source, keys.generate(), SharedContext(), 1.0, failed) for _ in range(2)
+    )
+    told: list[str] = []
+
+    def warning(event: str, **_: object) -> None:
+        told.append(event)
+        if len(told) == 1:
+            other.nixl_failed("no chunk")  # while this thread reports
+
+    monkeypatch.setattr(pull, "_log", SimpleNamespace(warning=warning))
+    one.nixl_failed("no chunk")
+    assert told == ["weights.nixl_failed"]
+
+
 def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(
     stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,11 +304,12 @@ def test_a_pull_that_ends_while_nixl_reads_says_nothing_against_nixl(stand_in: d
     manifest, buffer = version()
     with WeightServer(local=False, nixl=True) as source:
         work = Pull(manifest, keys.generate(), limits=TransferLimits(stall_s=30.0))
-        work.offer([source.publish(manifest, buffer)])
+        address = source.publish(manifest, buffer)
+        work.offer([address])
         with pytest.raises(WeightsError, match=r"not complete after 0\.3 s"):
             asyncio.run(work.finish(0.3))
     assert "release_xfer_handle" in stand_in["read"]._agent.calls
-    assert not work.no_nixl
+    assert address.endpoint not in work.no_nixl
 
 
 def test_a_buffer_that_a_collector_ends_within_a_registration_is_deregistered_and_nobody_waits_for_ever(

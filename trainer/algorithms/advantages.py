@@ -6,8 +6,9 @@ a step may stream (I7). Scope "batch": all groups of the step are needed, in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,16 +19,23 @@ MIN_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """`values` [n] float64, 0 for unusable samples. `informative` is False when no sample is better than another."""
+    """`values` [n] float64, 0 for unusable samples. `informative` is False when no sample is better than another.
+
+    `of_turns`: where turns are rewarded, by the turn's number, as `values`; `values` is then of the whole rewards, and `informative` says
+    whether a turn of any sample is better than another.
+    """
 
     values: Tensor
     informative: bool
     reason: str
+    of_turns: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 #: (rewards [n] float64, usable [n] bool) of one group each -> one `Advantages` a group.
 Groups = Sequence[tuple[Tensor, Tensor]]
 Scope = Callable[[Groups, bool], list[Advantages]]
+#: Of each sample of a group: by the number of a turn, which part of the sample's reward it earned. Empty: its turns are not rewarded.
+TurnRewards = Sequence[Mapping[int, float]]
 
 
 def grpo(rewards: Tensor, usable: Tensor, scale: bool) -> Advantages:
@@ -73,6 +81,47 @@ def batch_normalised_over_baseline(groups: Groups, scale: bool) -> list[Advantag
 def each(function: Callable[[Tensor, Tensor, bool], Advantages]) -> Scope:
     """Scope "group": every group by itself."""
     return lambda groups, scale: [function(rewards, usable, scale) for rewards, usable in groups]
+
+
+def to_go(rewards: Tensor, turns: TurnRewards, number: int) -> Tensor:
+    """What each sample earned from this turn on: its whole reward less what its turns before earned. [n] float64
+
+    Turns' rewards are parts of a sample's reward r; what they leave of it is the outcome's, and is earned after the last turn. So this is
+    the reward-to-go G_k = sum of the rewards of turns j >= k + the outcome's, without discount (Sutton & Barto, *Reinforcement Learning*,
+    2nd ed., eq. 3.8 and §13.3). Of a sample that ended before turn k it is the outcome's part.
+    """
+    before = [math.fsum(reward for turn, reward in one.items() if turn < number) for one in turns]
+    return rewards.to(torch.float64) - torch.tensor(before, dtype=torch.float64)
+
+
+def with_turns(scope: Scope, groups: Groups, turns: Sequence[TurnRewards], scale: bool) -> list[Advantages]:
+    """`scope`'s advantages, and where turns are rewarded those of each turn: the same function of what was earned from turn k on.
+
+    So a turn is compared with the turns of its number in the other samples of the scope, as in turn-group normalisation (A^2TGPO, Chen et
+    al., arXiv 2605.06200: "each (prompt, turn-index) group"). What it is compared with depends on the prompt and the turn's number, never
+    on what was said in it: a baseline (Sutton & Barto, §13.4). Samples that ended before are among them, so each turn has as many to
+    compare with. Two identities follow: a first turn has the advantage of the whole reward; and where all turns earn 0, every turn has.
+    """
+    found = scope(groups, scale)
+    if not any(one for group in turns for one in group):
+        return found
+    for number in sorted({number for group in turns for one in group for number in one}):
+        from_here = [
+            (to_go(rewards, of_group, number), usable)
+            for (rewards, usable), of_group in zip(groups, turns, strict=True)
+        ]
+        there = scope(from_here, scale)
+        found = [
+            _joined(one, number, at) if any(number in of_sample for of_sample in of_group) else one
+            for one, at, of_group in zip(found, there, turns, strict=True)
+        ]
+    return found
+
+
+def _joined(one: Advantages, number: int, at: Advantages) -> Advantages:
+    informative = one.informative or at.informative
+    reason = one.reason if one.informative == informative else at.reason
+    return replace(one, informative=informative, reason=reason, of_turns={**one.of_turns, number: at.values})
 
 
 def _compared(rewards: Tensor, usable: Tensor) -> tuple[Tensor, float, str]:

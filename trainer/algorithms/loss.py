@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainer.algorithms import mismatch
 from trainer.algorithms.rows import Recipe
-from trainer.algorithms.surrogates import per_sample
+from trainer.algorithms.surrogates import by_token, per_sample
 
 #: Values of logits that `picked_logprobs` holds in float32 at once.
 PIECE = 1 << 26
@@ -40,7 +40,8 @@ PIECE = 1 << 26
 class Tokens:
     """The trained tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
     token is. `reference`: None without KL. `entropy` [N]: of the distribution that a token was drawn from; None = not computed.
-    `others` [B]: tokens of the same sample that are not here, but in other rows; None = there are none.
+    `others` [B]: tokens of the same sample that are not here, but in other rows; None = there are none. `turn_advantages` [N]: of each
+    token its turn's, which takes the place of its sample's; None = turns share it.
     """
 
     current: Tensor
@@ -51,6 +52,7 @@ class Tokens:
     reference: Tensor | None = None
     entropy: Tensor | None = None
     others: Tensor | None = None
+    turn_advantages: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         weight, kept = mismatch.truncated(log_ratio, recipe.importance_cap)
     elif recipe.importance == "mask":
         weight, kept = mismatch.masked(log_ratio, recipe.importance_floor, recipe.importance_cap)
-    surrogate, clipped = recipe.algorithm.surrogate(
-        tokens.current, tokens.proximal, tokens.advantages, sample, recipe.clip_low, recipe.clip_high
-    )
+    surrogate, clipped = _surrogate(tokens, recipe)
     share = token_share(recipe, kept, sample, samples, tokens.others)
     divergence = _divergence(tokens, recipe) * kept
     losses = share * (weight * surrogate + recipe.kl_coef * divergence)
@@ -124,6 +124,23 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         weight=summed(uncut),
         weight_squares=summed(uncut * uncut),
     )
+
+
+def _surrogate(tokens: Tokens, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    low, high, of_turns = recipe.clip_low, recipe.clip_high, tokens.turn_advantages
+    shared = recipe.algorithm.surrogate(
+        tokens.current, tokens.proximal, tokens.advantages, tokens.sample, low, high
+    )
+    if of_turns is None:
+        return shared
+    samples = len(tokens.advantages)
+    own = by_token(recipe.algorithm.surrogate, samples)(
+        tokens.current, tokens.proximal, of_turns, tokens.sample, low, high
+    )
+    # By row, so that no row's gradient depends on which others are in its micro-batch.
+    differs = (of_turns != tokens.advantages[tokens.sample]).to(of_turns.dtype)
+    rows = (per_sample(differs, tokens.sample, samples) > 0)[tokens.sample]
+    return torch.where(rows, own[0], shared[0]), torch.where(rows, own[1], shared[1])
 
 
 def token_share(

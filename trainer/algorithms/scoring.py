@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from scavenger.config import AlgorithmSection, RewardSection
 from scavenger.errors import RewardError, RewardTimeout, WireError
 from scavenger.protocol import messages
-from trainer.algorithms.advantages import Advantages, overlong_penalty
+from trainer.algorithms.advantages import Advantages, overlong_penalty, with_turns
 from trainer.algorithms.rewards import Reward
 from trainer.algorithms.rows import DenominatorShare, resolve
 from trainer.data.batching import TrainRow
@@ -61,8 +61,13 @@ class Submits(Protocol):
 class Episodes(Protocol):
     """What was played, where samples are episodes: `trainer.episodes.run.EpisodeRun`."""
 
-    def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
-        """Every branch of the episode that has something to train."""
+    def rows(
+        self, sample: messages.DoneSample, advantage: float, of_turns: Mapping[int, float]
+    ) -> tuple[TrainRow, ...]:
+        """Every branch of the episode that has something to train. `of_turns`: by number, the advantages of turns that were rewarded."""
+
+    def turn_rewards(self, sample: messages.DoneSample) -> Mapping[int, float]:
+        """By number, which part of its reward each turn earned; empty where turns are not rewarded."""
 
     def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
         """What its reward was made of, and its metrics."""
@@ -330,8 +335,13 @@ class Scoring:
         outside = [self.rule.fault([reward for _, reward, why in one.samples if not why]) for one in judged]
         inside = [one for one, fault in zip(judged, outside, strict=True) if not fault]
         scope = [(self._shaped(one), torch.tensor([not why for _, _, why in one.samples])) for one in inside]
+        turns = [self._turn_rewards(one) for one in inside]
         found = iter(
-            zip(recipe.algorithm.advantages(scope, recipe.scale) if scope else (), scope, strict=True)
+            zip(
+                with_turns(recipe.algorithm.advantages, scope, turns, recipe.scale) if scope else (),
+                scope,
+                strict=True,
+            )
         )
         settled = []
         for one, fault in zip(judged, outside, strict=True):
@@ -377,12 +387,21 @@ class Scoring:
             values.append(0.0 if why else reward + penalty)
         return torch.tensor(values, dtype=torch.float64)
 
+    def _turn_rewards(self, judged: Judged) -> list[Mapping[int, float]]:
+        """Of each sample what its turns earned; nothing where they are not rewarded, or where the sample has no usable reward."""
+        episodes = self._episodes
+        return [
+            {} if why or episodes is None else episodes.turn_rewards(sample)
+            for sample, _, why in judged.samples
+        ]
+
     def _scored(self, judged: Judged, found: Advantages, usable: torch.Tensor) -> ScoredGroup:
         group, recipe = judged.group, self.recipe
         trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()) and not recipe.dynamic)
         outcomes, counted = [], DenominatorShare()
         rows: list[TrainRow] = []
-        for (sample, reward, why), advantage in zip(judged.samples, found.values.tolist(), strict=True):
+        for place, (sample, reward, why) in enumerate(judged.samples):
+            advantage = float(found.values[place])
             if why:
                 outcomes.append(
                     messages.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, messages.words(why))
@@ -407,7 +426,9 @@ class Scoring:
             )
             if trained:
                 rows += (
-                    self._episodes.rows(sample, advantage)
+                    self._episodes.rows(
+                        sample, advantage, {n: float(values[place]) for n, values in found.of_turns.items()}
+                    )
                     if self._episodes is not None
                     else (_row(group, sample, advantage),)
                 )

@@ -7,6 +7,7 @@ both are the trainer's own, so it is exactly 1 at the first update. What the eng
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,6 +54,39 @@ def cispo(
     ratio = torch.exp(current - proximal).detach()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
     return -weight * advantages[sample] * current, weight != ratio
+
+
+def by_token(surrogate: Surrogate, samples: int) -> Surrogate:
+    """The surrogate of so many samples for advantages [N] of each token, in the place of [B] of each sample."""
+    if surrogate is gspo:
+        return partial(gspo_token, samples=samples)
+
+    def of_each(
+        current: Tensor, proximal: Tensor, advantages: Tensor, sample: Tensor, low: float, high: float
+    ) -> tuple[Tensor, Tensor]:
+        each = torch.arange(len(sample), device=sample.device)
+        return surrogate(current, proximal, advantages, each, low, high)
+
+    return of_each
+
+
+def gspo_token(
+    current: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    sample: Tensor,
+    low: float,
+    high: float,
+    *,
+    samples: int,
+) -> tuple[Tensor, Tensor]:
+    """GSPO-token (Zheng et al., arXiv 2507.18071, §4.3), for advantages [N] that differ within a sample, as of several turns: the ratio is
+    sg(s) * exp(current - sg(current)), with the value of the sample's s and each token's own gradient. Where they do not differ and all
+    tokens of the sample weigh the same, the sum over it has GSPO's gradient.
+    """
+    counts = per_sample(torch.ones_like(current), sample, samples).clamp(min=1.0)
+    ratio = torch.exp(per_sample((current - proximal).detach(), sample, samples) / counts)
+    return _clipped(ratio[sample] * torch.exp(current - current.detach()), advantages, low, high)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

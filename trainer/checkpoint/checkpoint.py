@@ -42,7 +42,8 @@ class CheckpointState(msgspec.Struct, frozen=True):
     adapters alone. `data`: digest of the prompts in their order, "" = written before that was noted. `job`: Slurm's id of the job that
     wrote it, 0 = none, or written before that was noted. `tokenizer`: digest of the tokenizer.json that the version, or its base, holds
     beside the weights; "" = none. `run`: the run's name, "" = written before that was noted. `late`: positions before `cursor` of
-    prompts that came too late for their step: the next one trains them.
+    prompts that came too late for their step: the next one trains them. `base`: digest of the weights in model.path (`model.identity`),
+    "" = written before that was noted.
     """
 
     step: int
@@ -62,6 +63,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     run: str = ""
     late: tuple[int, ...] = ()
+    base: str = ""
 
 
 class Surplus(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -24,6 +25,7 @@ class TrainRow(msgspec.Struct, frozen=True):
     `rollout.engines.routing`; empty: not recorded).
 
     `episode`: the sample that this row is a branch of, -1: it is one by itself. `others`: trained tokens in that sample's other rows.
+    `turns`: of each turn of the row how many trained tokens are its, and its advantage; empty: all have `advantage`.
     """
 
     sample_id: int
@@ -37,6 +39,7 @@ class TrainRow(msgspec.Struct, frozen=True):
     mask: bytes = b""
     episode: int = -1
     others: int = 0
+    turns: tuple[tuple[int, float], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -47,6 +50,13 @@ class TrainRow(msgspec.Struct, frozen=True):
     def trained(self) -> int:
         """Tokens that are trained."""
         return self.mask.count(1) if self.mask else len(self.completion) // 4
+
+    @property
+    def signal(self) -> float:
+        """|advantage|; of turns with advantages of their own the mean over their tokens."""
+        if not self.turns:
+            return abs(self.advantage)
+        return math.fsum(tokens * abs(one) for tokens, one in self.turns) / self.trained
 
     @property
     def whole(self) -> int:

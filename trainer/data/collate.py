@@ -30,7 +30,9 @@ class Batch:
 
     The rest is flat over trained tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
     themselves, `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
-    `routing` [N, bytes a token] (None: not recorded). `others` [B]: trained tokens in other rows of the same sample (None: there are none).
+    `turn_advantages` [N]: of each token its turn's, where a row has turns with advantages of their own; a row without has its advantage
+    there. None: no row has any. `routing` [N, bytes a token] (None: not recorded). `others` [B]: trained tokens in other rows of the same
+    sample (None: there are none).
     """
 
     inputs: Tensor
@@ -45,6 +47,7 @@ class Batch:
     advantages: Tensor
     routing: Tensor | None = None
     others: Tensor | None = None
+    turn_advantages: Tensor | None = None
     seen: Tensor | None = None
     seen_borders: Tensor | None = None
     longest_seen: int = 0
@@ -154,7 +157,17 @@ def _batch(
         others=torch.tensor([row.others for row in rows], dtype=dtype)
         if any(row.others for row in rows)
         else None,
+        turn_advantages=torch.cat([_turn_advantages(row, dtype) for row in rows])
+        if any(row.turns for row in rows)
+        else None,
     )
+
+
+def _turn_advantages(row: TrainRow, dtype: torch.dtype) -> Tensor:
+    turns = row.turns or ((row.trained, row.advantage),)
+    if sum(tokens for tokens, _ in turns) != row.trained:
+        raise ValueError(f"row {row.sample_id}: its turns are not its {row.trained} trained tokens")
+    return torch.cat([torch.full((tokens,), advantage, dtype=dtype) for tokens, advantage in turns])
 
 
 def _routing(rows: Sequence[TrainRow]) -> Tensor | None:

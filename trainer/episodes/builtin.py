@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -25,25 +26,24 @@ from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError
 from trainer.episodes import branches, wire
-from trainer.episodes.relay import SESSION, Playing, Relay
+from trainer.episodes.relay import OVER_BUDGET, SESSION, Playing, Relay, is_budget_spent
 from trainer.tasks import calculator, proposer_solver
 
-PREFIX = "builtin:"
 #: Of each environment its agents.
-AGENTS = {"calculator": ("agent",), "proposer-solver": proposer_solver.AGENTS}
+AGENTS = {"calculator": ("agent",), "calculator-steps": ("agent",), "proposer-solver": proposer_solver.AGENTS}
 
 
 def is_built_in(environment: str) -> bool:
-    return environment.startswith(PREFIX)
+    return environment.startswith(wire.BUILT_IN)
 
 
 def check(setup: wire.Setup) -> None:
     """Raises `ConfigError` where a built-in environment is unknown, or has settings that mean nothing to it."""
     if not is_built_in(setup.environment):
         return
-    agents = AGENTS.get(setup.environment.removeprefix(PREFIX))
+    agents = AGENTS.get(setup.environment.removeprefix(wire.BUILT_IN))
     if agents is None:
-        known = ", ".join(f'"{PREFIX}{name}"' for name in AGENTS)
+        known = ", ".join(f'"{wire.BUILT_IN}{name}"' for name in AGENTS)
         raise ConfigError(
             f"{setup.environment!r} is not built in", f"name one of {known}, or a package of verifiers"
         )
@@ -86,9 +86,13 @@ class _Node:
 
 @dataclass(slots=True)
 class _Conversation:
-    """What was said so far. `tokens`: all of it. `generated`: how many of them the model said."""
+    """What was said so far. `tokens`: all of it. `generated`: how many of them the model said. `turns`: the model's nodes, `words` their
+    texts.
+    """
 
     nodes: list[_Node] = field(default_factory=list)
+    turns: list[_Node] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     generated: int = 0
     truncated: bool = False
@@ -97,14 +101,20 @@ class _Conversation:
         self.nodes.append(_Node(token_ids, [False] * len(token_ids)))
         self.tokens += token_ids
 
-    def said(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.nodes.append(_Node(token_ids, [True] * len(token_ids), logprobs))
+    def said(self, token_ids: Sequence[int], logprobs: Sequence[float], words: str) -> None:
+        self.turns.append(_Node(token_ids, [True] * len(token_ids), logprobs))
+        self.nodes.append(self.turns[-1])
+        self.words.append(words)
         self.tokens += token_ids
         self.generated += len(token_ids)
 
 
 class _Failed(Exception):
     """The model did not answer a call."""
+
+
+class _Spent(Exception):
+    """The episode has used up its budget."""
 
 
 class BuiltIn:
@@ -120,6 +130,9 @@ class BuiltIn:
             raise ConfigError(
                 f"{path} cannot be read: {error}", "name a model with a tokenizer.json"
             ) from error
+        self._steps = (
+            setup.environment.removeprefix(wire.BUILT_IN) == "calculator-steps"
+        )  # turns have rewards
         self._task: Any = proposer_solver if setup.environment.endswith("proposer-solver") else calculator
         text = calculator.prompt(calculator.task(0))
         if self._tokenizer.decode(self._encoded(text)).replace(" ", "") != text:
@@ -158,12 +171,15 @@ class BuiltIn:
                 over = await self._to_the_end(calculator.task(ask.task), ask, rollout, talk)
         except TimeoutError:
             over = calculator.Ended(0.0, "timeout")
-        taken = playing.taken()
+        taken, reward, rewards = playing.taken(), over.reward, None
+        if self._steps:
+            rewards = calculator.step_rewards(calculator.task(ask.task), talk.words)
+            reward = math.fsum(rewards)
         return wire.Played(
             ask.episode,
-            over.reward,
+            reward,
             {"answered": float(not over.why), "tool_calls": float(len(taken) - (not over.why))},
-            branches.rows_of([talk.nodes]),
+            branches.rows_of([talk.nodes], talk.turns, rewards),
             tuple(call for call, _ in taken),
             tuple(version for _, version in taken),
             "length" if talk.truncated or over.why else "stop",
@@ -174,14 +190,19 @@ class BuiltIn:
         """One turn of each: rows, calls and rewards by the run that answers for the agent."""
         talks: dict[str, _Conversation] = {}
 
-        async def said(agent: str, text: str) -> str:
+        async def said(agent: str, text: str) -> str | None:
+            """None: the episode has used up its budget, and the agent no part in it."""
             rollout, talk = uuid.uuid4().hex, talks.setdefault(agent, _Conversation())
             self._relay.agent(playing, rollout, self._setup.policies.get(agent, ""))
             talk.heard(self._encoded(text))
-            return await self._turn(ask, rollout, talk, most=1)
+            try:
+                return await self._turn(ask, rollout, talk, most=1)
+            except _Spent:
+                del talks[agent]
+                return None
 
         async with asyncio.timeout(self._setup.seconds):
-            proposal = await said(proposer_solver.PROPOSER, proposer_solver.hint(ask.task))
+            proposal = await said(proposer_solver.PROPOSER, proposer_solver.hint(ask.task)) or ""
             question = proposer_solver.asked(proposal)
             answer = await said(proposer_solver.SOLVER, question) if question else None
         rewards = proposer_solver.rewards(proposal, answer)
@@ -200,6 +221,8 @@ class BuiltIn:
             mine.branches,
             mine.calls,
             tuple(version for _, version in taken),
+            "length" if playing.stopped_by else "stop",
+            playing.stopped_by,
             others=tuple(part for part in parts.values() if part is not None),
         )
 
@@ -210,7 +233,10 @@ class BuiltIn:
         talk.heard(self._encoded(calculator.prompt(terms)))
         while True:
             turn += 1
-            text = await self._turn(ask, rollout, talk)
+            try:
+                text = await self._turn(ask, rollout, talk)
+            except _Spent:
+                return calculator.Ended(0.0, OVER_BUDGET)
             reply = calculator.replied(terms, turn, text)
             if isinstance(reply, calculator.Ended):
                 return reply
@@ -233,13 +259,16 @@ class BuiltIn:
         reply = await self._http.post(
             f"{self._relay.base_url}/inference/v1/generate", json=body, headers={SESSION: rollout}
         )
+        if is_budget_spent(reply.status_code, reply.text):
+            raise _Spent
         if reply.status_code != 200:
             raise _Failed(f"the model's endpoint answered {reply.status_code}: {reply.text[:500]}")
         [choice] = reply.json()["choices"]
         logprobs = [float(one["logprob"]) for one in choice["logprobs"]["content"]]
-        talk.said(choice["token_ids"], logprobs)
+        text = str(self._tokenizer.decode(choice["token_ids"])).replace(" ", "")
+        talk.said(choice["token_ids"], logprobs, text)
         talk.truncated |= choice["finish_reason"] == "length"
-        return str(self._tokenizer.decode(choice["token_ids"])).replace(" ", "")
+        return text
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

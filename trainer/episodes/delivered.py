@@ -27,7 +27,7 @@ from scavenger.protocol import messages
 from trainer.data.batching import TrainRow
 from trainer.data.prompts import TaskSet
 from trainer.episodes.opening import EpisodeScorer
-from trainer.episodes.passing import Daemon, PassingRun
+from trainer.episodes.passing import Daemon, PassingRun, turn_rewards_of
 from trainer.loop.ending import EndRequested
 
 #: Between two looks at what came, and at whether this trainer was told to end.
@@ -166,8 +166,13 @@ class DeliveredRun(PassingRun):
 
     # ---------------------------------------------------------------- as scoring's episodes
 
-    def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
-        return self._rows_of(self._here[sample.sample_id].rows, sample.sample_id, advantage)
+    def rows(
+        self, sample: messages.DoneSample, advantage: float, of_turns: Mapping[int, float]
+    ) -> tuple[TrainRow, ...]:
+        return self._rows_of(self._here[sample.sample_id].rows, sample.sample_id, advantage, of_turns)
+
+    def turn_rewards(self, sample: messages.DoneSample) -> Mapping[int, float]:
+        return turn_rewards_of(self._here[sample.sample_id].rows)
 
     def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
         return {}

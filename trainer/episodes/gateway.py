@@ -23,6 +23,7 @@ from typing import Self
 import httpx2
 
 from scavenger.errors import ConfigError, DaemonUnavailable
+from scavenger.host import packages
 from trainer.reserved import die_with_parent
 
 #: What rows need: the logprobs under the distribution that tokens were drawn from.
@@ -47,6 +48,11 @@ def announced(out_dir: Path) -> Announced | None:
         return Announced(found["endpoint"], found["admin_key"], found.get("logprobs", ""))
     except (OSError, ValueError, KeyError, AttributeError):
         return None
+
+
+def refuse_missing() -> None:
+    """Raises `ConfigError` where this Python cannot run a gateway."""
+    packages.require_gateway("data.environment: its episodes call a gateway beside the trainer")
 
 
 def _free_port() -> int:
@@ -82,6 +88,7 @@ class RunGateway:
             self.endpoint, self._admin_key = there.endpoint, there.admin_key
             self._say(f"episodes call the gateway that runs here: {self.endpoint}")
             return self
+        refuse_missing()
         self.endpoint = f"http://127.0.0.1:{_free_port()}"
         self._start()
         return self
@@ -105,7 +112,7 @@ class RunGateway:
             if self._process is not None and self._process.poll() is not None:
                 raise ConfigError(
                     f"the run's gateway ended with status {self._process.returncode}",
-                    "look at its words in the training job's log; it needs `pip install 'scavenger[gateway]'`",
+                    "look at its words in the training job's log",
                 )
             if time.monotonic() > deadline:
                 raise DaemonUnavailable(

@@ -138,7 +138,7 @@ def opened(
     if local:
         raise ConfigError(
             "data.environment: episodes call a gateway, and --local has no daemon for one",
-            "start the run as any other; `scavenger init RUN --check` plays one episode alone",
+            "start a daemon beside it: docs/environments.md, on one machine; `scavenger init RUN --check` plays one episode alone",
         )
     data = config.data
     with (
@@ -163,10 +163,45 @@ def opened(
         )
 
 
+#: What an episode that fails says where verifiers, the model or its renderer lacks something: (words, what helps).
+REMEDIES = (
+    (
+        "failed to prepare uv script",
+        "the harness installs its program with uv: pip install uv beside data.environment_python's packages; the first time with a network",
+    ),
+    (
+        "tokenizer.chat_template is not set",
+        "agents need a model with a chat template in its tokenizer_config.json; or a data.renderer that knows its conversations",
+    ),
+    (
+        "DefaultRenderer does not support tools",
+        'the harness has tools: name the model\'s data.renderer, or play without, by agent.harness.id = "null" in data.environment_args',
+    ),
+    (
+        "not found in tokenizer vocabulary",
+        "data.renderer is another model family's: choose this model's, or another model",
+    ),
+)
+
+
+def remedy_of(words: str) -> str:
+    """What helps against an episode that failed with these words. Pure."""
+    return next(
+        (remedy for said, remedy in REMEDIES if said in words),
+        "look at data.environment_args and data.renderer; the environment's words are beside",
+    )
+
+
+def cause_first(output: str) -> str:
+    """A traceback with its last line, which says what was wrong, at its head."""
+    *before, last = output.strip().splitlines() or [""]
+    return "\n".join([last, *before])
+
+
 def rehearsed(
     config: RunConfig, words: Sequence[int], say: Callable[[str], None]
-) -> tuple[TaskSet, wire.Played]:
-    """The environment's tasks, and its first one played with a model that says `words` to everything.
+) -> tuple[TaskSet, wire.Played, dict[str, str]]:
+    """The environment's tasks, its first one played with a model that says `words` to everything, and its roles with their runtimes.
 
     Raises `ConfigError` where the environment cannot be loaded or played, and `RewardError` where its worker ends.
     """
@@ -190,7 +225,7 @@ def rehearsed(
         if played.error or not played.branches:
             raise ConfigError(
                 f"data.environment: an episode failed: {played.error or 'it asked the model for nothing'}",
-                "look at data.environment_args and data.renderer; the environment's words are beside",
-                quoted=played.output,
+                remedy_of(f"{played.error} {played.output}"),
+                quoted=cause_first(played.output),
             )
-        return TaskSet(pool.ready.tasks, pool.ready.digest), played
+        return TaskSet(pool.ready.tasks, pool.ready.digest), played, pool.ready.roles

@@ -5,7 +5,7 @@ Boundary: calls passed on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from scavenger.protocol import messages
@@ -51,6 +51,13 @@ class EpisodeRow(Protocol):
     def mask(self) -> bytes: ...
     @property
     def behaviour(self) -> bytes: ...
+    @property
+    def turns(self) -> Sequence[messages.RowTurn]: ...
+
+
+def turn_rewards_of(parts: Sequence[EpisodeRow]) -> dict[int, float]:
+    """By number, what each turn of an episode earned; empty where its environment does not reward turns."""
+    return {turn.number: turn.reward for part in parts for turn in part.turns}
 
 
 class PassingRun:
@@ -60,8 +67,12 @@ class PassingRun:
         self._run = run
         self._next_row = 1
 
-    def _rows_of(self, parts: Sequence[EpisodeRow], episode: int, advantage: float) -> tuple[TrainRow, ...]:
-        """The rows of an episode, which share its advantage. Each knows how many tokens the others train: 4 bytes of logprobs each."""
+    def _rows_of(
+        self, parts: Sequence[EpisodeRow], episode: int, advantage: float, of_turns: Mapping[int, float]
+    ) -> tuple[TrainRow, ...]:
+        """The rows of an episode. Their turns share its advantage, but for those in `of_turns`, which have their own. Each row knows how
+        many tokens the others train: 4 bytes of logprobs each.
+        """
         first, self._next_row = self._next_row, self._next_row + len(parts)
         whole = sum(len(part.behaviour) // 4 for part in parts)
         return tuple(
@@ -74,6 +85,7 @@ class PassingRun:
                 mask=part.mask,
                 episode=episode,
                 others=whole - len(part.behaviour) // 4,
+                turns=tuple((turn.tokens, of_turns.get(turn.number, advantage)) for turn in part.turns),
             )
             for number, part in enumerate(parts, first)
         )

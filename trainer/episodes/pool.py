@@ -180,9 +180,13 @@ class EnvironmentPool:
 
     def _start(self) -> None:
         number = next(self._numbers)
-        process = subprocess.Popen(
-            self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=worker_environ()
-        )
+        python = self._argv[0]
+        try:
+            process = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=worker_environ(python)
+            )
+        except OSError as error:
+            raise _no_python(python, error) from error
         worker = self._workers[number] = _Worker(number, process, self._host)
         threading.Thread(
             target=self._read, args=(number, process), name=f"environment {number}", daemon=True
@@ -327,12 +331,26 @@ class EnvironmentPool:
             self._tell(worker, ask)
 
 
-def worker_environ() -> dict[str, str]:
+def _no_python(python: str, error: OSError) -> ConfigError:
+    """Of an interpreter that cannot be started."""
+    cause = (
+        f"{python} cannot be started: {error.strerror}" if Path(python).exists() else f"there is no {python}"
+    )
+    return ConfigError(
+        f"data.environment_python: {cause}",
+        "name the Python of a venv with scavenger[verifiers] and the environment's package (docs/environments.md); a relative path "
+        "counts from the folder of run.toml",
+    )
+
+
+def worker_environ(python: str) -> dict[str, str]:
     """Of a worker's process, and of no empty entry in its packages' path: the folder that the job was started in is then not among the
-    packages, which a sandbox's programs may read; nor is it with `-P`.
+    packages, which a sandbox's programs may read; nor is it with `-P`. Programs beside the interpreter `python`, such as uv, are found
+    after all others.
     """
     packages = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *packages])}
+    programs = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(python).absolute().parent)])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *packages]), "PATH": programs}
 
 
 def _other_environment(ours: wire.Ready, theirs: wire.Ready) -> tuple[str, str]:

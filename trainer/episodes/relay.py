@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass, field
@@ -32,7 +31,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from scavenger.asyncio_helpers import listening_socket
 from scavenger.backoff import backoff_s
+from scavenger.protocol.messages import BUDGET_SPENT
 from trainer.episodes import naming, tools
 from trainer.episodes.naming import Calls, Setting
 
@@ -43,6 +44,8 @@ POLICY = "x-scavenger-policy"
 NAMELESS = "-"
 #: What the package sends along and the gateway has no use for: of sampling, and of the body.
 DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
+#: What an episode is stopped by that has used up its budget.
+OVER_BUDGET = "budget"
 #: As the gateway's own largest.
 MOST_BODY_BYTES = 16 << 20
 #: How many of these the calls of one episode hold together, and how many of its tools are asked at once.
@@ -68,6 +71,8 @@ class Playing:
     seconds: float = 0.0  # that its calls took
     notes: list[str] = field(default_factory=list)
     ended: naming.End | None = None
+    stops: dict[int, Callable[[str], None]] = field(default_factory=dict)  # by agent: how it is ended
+    stopped_by: str = ""  # what ended its agents before their own end
     recorder: tools.Recorder | None = None  # where its tools' effects are outside
     servers: dict[tuple[str, str], tools.Server] = field(default_factory=dict)  # by rollout and name
     asking: dict[str, asyncio.Task[dict[str, Any]]] = field(
@@ -82,6 +87,12 @@ class Playing:
             for place, call in sorted(self.calls.taken.items())
             if self.policies.get(place[0], "") == policy
         ]
+
+    def end_over_budget(self, agent: int) -> None:
+        """The episode has used up its budget: the agent ends here, and what was said is rewarded."""
+        self.stopped_by = OVER_BUDGET
+        if (stop := self.stops.get(agent)) is not None:
+            stop(OVER_BUDGET)
 
 
 class _Server(uvicorn.Server):
@@ -127,11 +138,18 @@ class Relay:
         self._by_rollout[rollout].servers[rollout, name or NAMELESS] = tools.Server(name, url)
         return f"{self.base_url}/tools/{rollout}/{name or NAMELESS}"
 
-    def agent(self, playing: Playing, rollout: str, policy: str = "") -> int:
-        """A rollout of the episode begins, for which the run `policy` answers, "" for this one. Its number among them."""
+    def agent(
+        self, playing: Playing, rollout: str, policy: str = "", *, stop: Callable[[str], None] | None = None
+    ) -> int:
+        """A rollout of the episode begins, for which the run `policy` answers, "" for this one. Its number among them.
+
+        `stop`: ends it well, by a reason; called before a call of it is refused because the episode has used up its budget.
+        """
         number = playing.agents.setdefault(rollout, len(playing.agents))
         if policy:
             playing.policies[number] = policy
+        if stop is not None:
+            playing.stops[number] = stop
         self._by_rollout[rollout] = playing
         return number
 
@@ -147,12 +165,14 @@ class Relay:
             Route("/v1/chat/completions", self._call, methods=["POST"]),
             Route("/tools/{rollout}/{server}", self._tool, methods=["GET", "POST", "DELETE"]),
         ]
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            listening.listen(1024)
+        with listening_socket("127.0.0.1", 0) as listening:
             self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             config = uvicorn.Config(
-                Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off"
+                Starlette(routes=routes),
+                http="h11",  # which bounds headers; a program of an agent's box may send any
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
             )
             server = _Server(config)
             task = asyncio.create_task(server.serve(sockets=[listening]))
@@ -177,6 +197,8 @@ class Relay:
                 body = _cleaned(await _read(request, held))
             except TooLarge as error:
                 return _error(error.status, str(error))
+            except (ValueError, RecursionError) as error:
+                return _error(400, f"a body that cannot be passed on: {error}")
             call = playing.calls.next(playing.agents[rollout])
             started = time.monotonic()
             try:
@@ -310,6 +332,8 @@ class Relay:
             elif status == 410:
                 playing.ended = naming.End(True, "the ledger has ended an episode of this name", gone=True)
             else:
+                if is_budget_spent(status, text):
+                    playing.end_over_budget(call.agent)
                 return Response(text, status, media_type="application/json")
         assert playing.ended is not None
         return _error(400, playing.ended.reason)
@@ -372,8 +396,12 @@ async def _hung_up(request: Request) -> None:
 
 
 def _cleaned(body: bytes) -> bytes:
-    """Without what the gateway refuses by its name and this run has no use for."""
-    asked: dict[str, Any] = json.loads(body)
+    """Without what the gateway refuses by its name and this run has no use for. Raises `ValueError`, `RecursionError`."""
+    asked = json.loads(body)
+    if not isinstance(asked, dict):
+        raise ValueError(f"it is of type {type(asked).__name__}")
+    if asked.get("stream"):
+        raise ValueError("stream: not here, since a call may be asked for again meanwhile")
     for key in DROPPED:
         asked.pop(key, None)
     sampling = asked.get("sampling_params")
@@ -381,6 +409,16 @@ def _cleaned(body: bytes) -> bytes:
         for key in DROPPED_SAMPLING:
             sampling.pop(key, None)
     return json.dumps(asked).encode()
+
+
+def is_budget_spent(status: int, text: str) -> bool:
+    """Whether the gateway refused a call since its episode has used up its budget."""
+    if status != 400:
+        return False
+    try:
+        return bool(json.loads(text)["error"]["type"] == BUDGET_SPENT)
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def version_of(text: str) -> int:

@@ -174,7 +174,7 @@ class RemoteWorker:
                 *self._argv,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=worker_environ(),
+                env=worker_environ(access.python),
             )
             try:
                 played.to_process(process, msgspec.structs.replace(setup, endpoint=gateway.endpoint))

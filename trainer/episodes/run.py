@@ -28,10 +28,12 @@ from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from trainer.data.batching import TrainRow
 from trainer.episodes import wire
-from trainer.episodes.passing import Daemon, PassingRun
+from trainer.episodes.passing import Daemon, PassingRun, turn_rewards_of
 
 #: Between two looks at the daemon while episodes are waited for.
 LOOK_S = 0.25
+#: Seconds of waiting between two lines that say how far a step's episodes are.
+TELL_S = 30.0
 #: Lives of one episode that end for no fault of its environment's.
 MOST_LIVES = 8
 
@@ -97,6 +99,16 @@ def verdict(
     return Keep()
 
 
+# ---------------------------------------------------------------- how far a step is
+
+
+def progress_line(purpose: str, step: int, over: int, episodes: int, turns: int) -> str:
+    """For people, of a step whose episodes are waited for. `turns`: of the episodes that are `over`, which alone have told theirs. Pure."""
+    what = f"step {step}" if purpose == "train" else f"evaluation after step {step}"
+    counted = f", {turns} turns" if over else ""
+    return f"{what}: {over} of {episodes} episodes over{counted}"
+
+
 # ---------------------------------------------------------------- the run
 
 
@@ -112,6 +124,9 @@ class _Episode:
     earlier: list[tuple[str, str]] = field(default_factory=list)
     played: wire.Played | None = None
     lost: str = ""
+    advantages: Mapping[int, float] = field(
+        default_factory=dict
+    )  # of rewarded turns, as the step trains them
 
     @property
     def name(self) -> str:
@@ -164,9 +179,11 @@ class EpisodeRun(PassingRun):
         gateway: Gateway,
         settings: PlaySettings,
         say: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(run)
         self._pool, self._gateway, self._settings, self._say = pool, gateway, settings, say
+        self._clock, self._waited_s = clock, 0.0  # since the last commit, or the last line of progress
         self._roots = {version: root for _, version, root in run.versions}
         self._next_group = self._next_episode = 1
         self._by_name: dict[str, _Episode] = {}  # under way
@@ -202,18 +219,34 @@ class EpisodeRun(PassingRun):
         """Groups whose every episode is over; waits up to `timeout_s` for the first. Raises `RewardError` where a failed one stops the
         run.
         """
-        deadline = time.monotonic() + timeout_s
+        now = self._clock()
+        deadline = now + timeout_s
         while True:
-            left = deadline - time.monotonic()
+            before, left = now, deadline - now
             for played in self._pool.poll(0.0 if self._done else max(0.0, min(left, LOOK_S))):
                 self._over(played)
-            if time.monotonic() - self._looked_at > LOOK_S:
-                self._looked_at = time.monotonic()
+            now = self._clock()
+            if now - self._looked_at > LOOK_S:
+                self._looked_at = now
                 self._run.poll(0.0)  # what it brings is of attempts that had no environment
                 self._gateway.check()
-            if self._done or time.monotonic() >= deadline:
+            self._tell_progress(now - before)
+            if self._done or now >= deadline:
                 done, self._done = self._done, []
                 return done
+
+    def _tell_progress(self, waited_s: float) -> None:
+        """Every `TELL_S` seconds of waiting say how far the oldest step is that lacks episodes: an agent's episode takes minutes."""
+        self._waited_s = self._waited_s + waited_s if self._by_name else 0.0
+        if self._waited_s < TELL_S:
+            return
+        self._waited_s = 0.0
+        step, purpose = min((one.group.step, one.group.purpose) for one in self._by_name.values())
+        mine = [
+            one for one in self._episodes.values() if (one.group.step, one.group.purpose) == (step, purpose)
+        ]
+        turns = sum(len(one.played.calls) for one in mine if one.played is not None)
+        self._say(progress_line(purpose, step, sum(one.over for one in mine), len(mine), turns))
 
     def _play(self, episode: _Episode) -> None:
         name, spec = episode.name, episode.group.spec
@@ -314,10 +347,17 @@ class EpisodeRun(PassingRun):
 
     # ---------------------------------------------------------------- as scoring's episodes
 
-    def rows(self, sample: messages.DoneSample, advantage: float) -> tuple[TrainRow, ...]:
+    def rows(
+        self, sample: messages.DoneSample, advantage: float, of_turns: Mapping[int, float]
+    ) -> tuple[TrainRow, ...]:
+        episode = self._episodes[sample.sample_id]
+        assert episode.played is not None
+        episode.advantages = of_turns
+        return self._rows_of(episode.played.branches, sample.sample_id, advantage, of_turns)
+
+    def turn_rewards(self, sample: messages.DoneSample) -> Mapping[int, float]:
         played = self._episodes[sample.sample_id].played
-        assert played is not None
-        return self._rows_of(played.branches, sample.sample_id, advantage)
+        return turn_rewards_of(played.branches) if played is not None else {}
 
     def parts(self, sample: messages.DoneSample) -> Mapping[str, float]:
         played = self._episodes[sample.sample_id].played
@@ -344,12 +384,18 @@ class EpisodeRun(PassingRun):
             taken
             for outcome, episode in zip(outcomes, mine, strict=True)
             for taken in outcomes_of(
-                outcome, episode.name, episode.played, episode.earlier, apart.get(episode.id, ())
+                outcome,
+                episode.name,
+                episode.played,
+                episode.earlier,
+                apart.get(episode.id, ()),
+                episode.advantages,
             )
         ]
         figures = metrics_of([one.played for one in mine if one.played is not None], mine)
         metrics |= figures | self._lost_since()
         self._run.commit(step, version, (), metrics, purpose, ended, decisions)
+        self._waited_s = 0.0
         for episode in mine:
             del self._episodes[episode.id]
 
@@ -392,7 +438,7 @@ def shares_of(episodes: Sequence[_Episode]) -> dict[str, list[messages.EpisodeSh
                 continue
             requests = tuple(messages.named_request(episode.name, call, part.run) for call in part.calls)
             rows = tuple(
-                messages.DeliveredRow(one.prompt, one.completion, one.mask, one.behaviour)
+                messages.DeliveredRow(one.prompt, one.completion, one.mask, one.behaviour, one.turns)
                 for one in part.branches
             )
             share = messages.EpisodeShare(episode.name, episode.index, part.reward, requests, rows)
@@ -406,8 +452,11 @@ def outcomes_of(
     played: wire.Played | None,
     earlier: Sequence[tuple[str, str]] = (),
     differences: Sequence[messages.TokenDifferences] = (),
+    advantages: Mapping[int, float] | None = None,
 ) -> list[messages.EpisodeOutcome]:
-    """What the daemon is told of one episode and of its earlier lives, which led to nothing."""
+    """What the daemon is told of one episode and of its earlier lives, which led to nothing. `advantages`: of its turns, by number, where
+    they were rewarded and trained.
+    """
     calls = played.calls if played is not None else ()
     reason = outcome.reason or (played.note if played is not None else "")
     return [
@@ -421,12 +470,25 @@ def outcomes_of(
             tuple(messages.named_request(name, call) for call in calls),
             played.worker[:512] if played is not None else "",
             tuple(differences),
+            turns_of(outcome, played, advantages or {}),
         ),
         *(
             messages.EpisodeOutcome(life, "masked", math.nan, 0.0, messages.words(why))
             for life, why in earlier
         ),
     ]
+
+
+def turns_of(
+    outcome: messages.SampleOutcome, played: wire.Played | None, advantages: Mapping[int, float]
+) -> tuple[messages.TurnOutcome, ...]:
+    """Of the turns that were rewarded what each earned, and its advantage: the episode's where the step did not train it."""
+    own = advantages if outcome.outcome == "consumed" else {}
+    return tuple(
+        messages.TurnOutcome(end, turn.reward, own.get(turn.number, outcome.advantage))
+        for row in (played.branches if played is not None else ())
+        for turn, end in messages.turn_ends(row.prompt, row.completion, row.mask, row.turns)
+    )
 
 
 def metrics_of(played: Sequence[wire.Played], episodes: Sequence[Any]) -> dict[str, float]:

@@ -47,6 +47,8 @@ AWAY_S = 900.0
 ANSWER_S = 900.0
 #: Of a server's reply, with the notifications that it may send before its answer. A server of an agent's box may be the agent's by now.
 MOST_REPLY_BYTES = 2 * MAX_ANSWER_BYTES
+#: Of a tool's name as it is recorded: a model may say anything for it.
+MOST_NAME_CHARS = 1000
 OnDoubt = Literal["fail", "tell"]
 UNANSWERED = "scavenger/unanswered"
 WAITS = (429, 500, 503)
@@ -236,7 +238,7 @@ async def recorded(
     asked = call_of(body)
     assert asked is not None
     number, tool, _ = asked
-    shown = f"{server.name}.{tool}" if server.name else tool
+    shown = (f"{server.name}.{tool}" if server.name else tool)[:MOST_NAME_CHARS]
     if call in recorder.sent:  # by this life; only its record is missing
         kept_answer = recorder.sent[call]
         if kept_answer is None:

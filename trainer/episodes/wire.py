@@ -18,15 +18,19 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from scavenger.errors import WireError
-from scavenger.protocol.messages import MAX_POLICIES
+from scavenger.protocol.messages import MAX_POLICIES, RowTurns, fault_of_numbers, fault_of_turns
 from scavenger.protocol.messages.common import MAX_HELLO_BYTES, MAX_MESSAGE_BYTES, BoundedText, RunName
 
+#: Names of the environments that are built in begin so (`builtin`).
+BUILT_IN = "builtin:"
 #: Between two signs of life over a socket, and the silence after which the other side counts as lost.
 BEAT_S, LEASE_S = 2.0, 15.0
 #: Of an environment's words that a message quotes.
 MOST_WORDS = 1 << 20
 #: Model calls of one episode, and rows of it.
 MOST_CALLS = 1 << 16
+#: Of an environment's agents, those that a worker tells of.
+MOST_ROLES = 64
 
 
 Words = Annotated[str, msgspec.Meta(max_length=MOST_WORDS)]
@@ -75,24 +79,35 @@ class Play(msgspec.Struct, frozen=True, tag="play"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The environment is loaded, or (`error`) it cannot be. `tasks`: how many, 0 = without end. `digest`: of tasks and environment."""
+    """The environment is loaded, or (`error`) it cannot be. `tasks`: how many, 0 = without end. `digest`: of tasks and environment.
+
+    `roles`: of its agents, with the type of runtime that each has; of a built-in environment none, since they run no programs.
+    """
 
     tasks: int = 0
     digest: BoundedText = ""
     version: BoundedText = ""
+    roles: Annotated[dict[BoundedText, BoundedText], msgspec.Meta(max_length=MOST_ROLES)] = {}
     error: Words = ""
     remedy: Words = ""
     output: Words = ""
 
 
 class Branch(msgspec.Struct, frozen=True):
-    """One row to train: as `trainer.data.batching.TrainRow`. `trained`: how many of its tokens are."""
+    """One row to train: as `trainer.data.batching.TrainRow`. `trained`: how many of its tokens are. `turns`: which turns these are of, and
+    what each earned; empty: the environment does not reward turns.
+    """
 
     prompt: bytes
     completion: bytes
     mask: bytes
     behaviour: bytes
     trained: int
+    turns: RowTurns = ()
+
+    def __post_init__(self) -> None:
+        if fault := fault_of_turns(self.turns, self.trained):
+            raise ValueError(fault)
 
 
 class PolicyPart(msgspec.Struct, frozen=True):
@@ -103,6 +118,10 @@ class PolicyPart(msgspec.Struct, frozen=True):
     branches: Annotated[tuple[Branch, ...], msgspec.Meta(max_length=MOST_CALLS)]
     calls: Annotated[tuple[BoundedText, ...], msgspec.Meta(max_length=MOST_CALLS)]
 
+    def __post_init__(self) -> None:
+        if fault := fault_of_numbers(branch.turns for branch in self.branches):
+            raise ValueError(fault)
+
 
 class Played(msgspec.Struct, frozen=True, tag="played"):
     """An episode is over. `error`: why it counts for nothing. `again`: why it must be played anew, under another name; `gone`: because the
@@ -111,7 +130,8 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     `calls`: names of the model calls that it consists of; `versions`: of the weights that answered them, in the same order. `finish`:
     "length" where a limit ended it, else "stop".
     `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`. `worker`: who played it; the pool says so.
-    `others`: what agents said for which another run answers; the rest is of this run's agents alone.
+    `others`: what agents said for which another run answers; the rest is of this run's agents alone. `agents`: how many of them trained,
+    0 = not told: `branches` are more where one's history did not go on.
     """
 
     episode: str
@@ -132,10 +152,13 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     note: Words = ""
     worker: str = ""
     others: Annotated[tuple[PolicyPart, ...], msgspec.Meta(max_length=MAX_POLICIES)] = ()
+    agents: Annotated[int, msgspec.Meta(ge=0, le=MOST_CALLS)] = 0
 
     def __post_init__(self) -> None:
         if len(self.calls) != len(self.versions):
             raise ValueError(f"{len(self.calls)} calls with {len(self.versions)} versions")
+        if fault := fault_of_numbers(branch.turns for branch in self.branches):
+            raise ValueError(fault)
 
 
 # ---------------------------------------------------------------- over a socket

@@ -53,6 +53,8 @@ REQUIREMENT = "verifiers>=0.4,<0.5"
 GRACE_S = 300.0
 #: Names of parts, and how many: they become names of metrics.
 PART, MOST_PARTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}", re.ASCII), 32
+#: Where an environment says what each turn earned: a key of `Trace.info`, which is the environment's own. The package has no field for it.
+TURN_REWARDS = "turn_rewards"
 #: `TrainClient` wants a variable's name; the relay knows the keys.
 NO_KEY = "SCAVENGER_EPISODES_HAVE_NO_KEY"
 
@@ -128,11 +130,11 @@ class Environment:
         if boxed is not None or setup.effects == "external":
             tools_by(relay, boxed=boxed is not None)
         self._setup, self._relay, self._boxed = setup, relay, boxed
-        self.env, self.tasks = _loaded(setup)
+        self.env, self.tasks, self._roles = _loaded(setup)
 
     def ready(self) -> wire.Ready:
         version = f"{self._setup.environment}@{_source(self._setup.environment)}"
-        return wire.Ready(self.tasks.count, self.tasks.digest, version)
+        return wire.Ready(self.tasks.count, self.tasks.digest, version, self._roles)
 
     def serving(self) -> AbstractAsyncContextManager[Any]:
         """What all its episodes share, for as long as they are played."""
@@ -143,7 +145,8 @@ class Environment:
         import verifiers.v1 as vf
 
         def begun(trace: Any) -> None:
-            self._relay.agent(playing, trace.id, self._setup.policies.get(trace.agent.name, ""))
+            policy = self._setup.policies.get(trace.agent.name, "")
+            self._relay.agent(playing, trace.id, policy, stop=trace.stop)
             trace.info["seed"] = ask.seed
 
         client = vf.TrainClientConfig(
@@ -162,9 +165,14 @@ class Environment:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             last = errors[-1] if errors else None
             what = last.type if last is not None else "no error was noted"
-            said = f"{last.message}\n{last.traceback or ''}" if last is not None else ""
+            said = said_of(last.message, last.traceback or "") if last is not None else ""
             return wire.Played(ask.episode, error=what, output=said[-4000:])
         return result_of(ask.episode, episode, playing, policies=self._setup.policies)
+
+
+def said_of(message: str, trace: str) -> str:
+    """An error's text: its traceback, which ends with the message, or both where it does not."""
+    return trace if message.strip() in trace else f"{trace}\n{message}"
 
 
 def result_of(
@@ -177,7 +185,7 @@ def result_of(
     """What rank 0 is told of an episode that ended well. Several agents that train: the mean of their rewards.
 
     `over`: the limit of its sandbox that an agent reached: nobody can reward such an episode, and its reward is 0. `policies`: agent ->
-    the other run that answers for it.
+    the other run that answers for it. Raises `ValueError` for rewards of turns that are not one number for each turn.
     """
     by_policy: dict[str, list[Any]] = {"": []}
     for trace in episode.traces:
@@ -198,17 +206,23 @@ def result_of(
         name,
         reward,
         parts_of(traces),
-        _rows_of(traces),
+        _rows_of(traces, over),
         tuple(call for call, _ in taken),
         tuple(version for _, version in taken),
-        "length" if any(trace.is_truncated or trace.is_timeout for trace in traces) else "stop",
+        "length"
+        if playing.stopped_by or any(one.is_truncated or one.is_timeout for one in traces)
+        else "stop",
         next((one for one in stopped if one), ""),
         others=tuple(
             wire.PolicyPart(
-                policy, rewards[policy], _rows_of(mine), tuple(call for call, _ in playing.taken(policy))
+                policy,
+                rewards[policy],
+                _rows_of(mine, over),
+                tuple(call for call, _ in playing.taken(policy)),
             )
             for policy, mine in sorted(by_policy.items())
         ),
+        agents=len(traces),
     )
 
 
@@ -218,10 +232,32 @@ def _reward_of(traces: list[Any], over: BoxEnded | None) -> float:
     return math.fsum(rewards) / len(rewards) if rewards else math.nan
 
 
-def _rows_of(traces: list[Any]) -> tuple[wire.Branch, ...]:
-    return branches.rows_of(
-        [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
-    )
+def _rows_of(traces: list[Any], over: BoxEnded | None) -> tuple[wire.Branch, ...]:
+    paths = [branch.nodes for trace in traces for branch in trace.branches if branch.trainable]
+    turns = [node for trace in traces for node in trace.nodes if node.sampled]
+    return branches.rows_of(paths, turns, None if over is not None else turn_rewards_of(traces))
+
+
+def turn_rewards_of(traces: list[Any]) -> list[float] | None:
+    """What each turn of these agents earned, where their environment says so; None: it does not.
+
+    Raises `ValueError` for anything but numbers, and where several agents share a reward: whose turns came before whose is not known.
+    """
+    if not any(TURN_REWARDS in trace.info for trace in traces):
+        return None
+    if len(traces) > 1:
+        raise ValueError(
+            f"trace.info[{TURN_REWARDS!r}] where {len(traces)} agents share one reward: give each a policy of its own (data.policies)"
+        )
+    found = traces[0].info[TURN_REWARDS]
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(one, int | float) and not isinstance(one, bool) for one in found
+    ):
+        raise ValueError(f"trace.info[{TURN_REWARDS!r}] is no list of numbers: give one for each turn")
+    try:
+        return [float(one) for one in found]
+    except OverflowError as error:
+        raise ValueError(f"trace.info[{TURN_REWARDS!r}] has a number that no float holds") from error
 
 
 def parts_of(traces: list[Any]) -> dict[str, float]:
@@ -235,12 +271,15 @@ def parts_of(traces: list[Any]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())[:MOST_PARTS]}
 
 
-def _loaded(setup: wire.Setup) -> tuple[Any, Tasks]:
+def _loaded(setup: wire.Setup) -> tuple[Any, Tasks, dict[str, str]]:
+    """The environment, its tasks, and its roles with their runtimes."""
     try:
         import verifiers.v1 as vf
 
-        config = vf.resolve_env_config(settings_of(setup.environment, json.loads(setup.arguments)))
-        env = vf.load_environment(limited(config, setup))
+        config = limited(
+            vf.resolve_env_config(settings_of(setup.environment, json.loads(setup.arguments))), setup
+        )
+        env = vf.load_environment(config)
         tasks = Tasks(env.taskset)
         if env.taskset.bounded and not tasks.count:
             raise ValueError("it has no task")
@@ -249,11 +288,30 @@ def _loaded(setup: wire.Setup) -> tuple[Any, Tasks]:
     except Exception as error:  # whatever the environment's own code and its data set raise
         raise ConfigError(
             f"the environment {setup.environment!r} cannot be loaded",
-            f"install its package for {sys.executable}, give data.environment_args that it takes, and load its data set once where the "
-            "network is: training jobs read the Hugging Face cache only",
+            f"install its package for {sys.executable}, give data.environment_args that it takes{_its_agents(setup)}, and load its data "
+            "set once where the network is: training jobs read the Hugging Face cache only",
             quoted=f"{type(error).__name__}: {error}",
         ) from error
-    return env, tasks
+    return env, tasks, roles_of(config)
+
+
+def _its_agents(setup: wire.Setup) -> str:
+    """For a remedy: which agents it has without any settings. "" where that cannot be told either."""
+    try:
+        import verifiers.v1 as vf
+
+        roles = roles_of(vf.resolve_env_config(settings_of(setup.environment, {})))
+    except Exception:  # noqa: BLE001  whatever the environment's own code raises
+        return ""
+    return f" (its agents: {', '.join(roles)})"
+
+
+def roles_of(config: Any) -> dict[str, str]:
+    """Names of the environment's agents, with the type of runtime that each one's configuration has."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    found = {name: str(role.runtime.type) for name, role in agent_config_fields(config).items()}
+    return dict(list(found.items())[: wire.MOST_ROLES])
 
 
 def limited(config: Any, setup: wire.Setup) -> Any:

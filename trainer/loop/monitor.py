@@ -34,23 +34,28 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError
 
 
-def chosen(config: RunConfig) -> list[Sink]:
-    """The sinks that `[monitor]` asks for. Raises `ConfigError`."""
+def chosen(config: RunConfig, *, local: bool = False) -> list[Sink]:
+    """The sinks that `[monitor]` asks for. `local`: of a try with `--local`. Raises `ConfigError`."""
     sinks: list[Sink] = []
     if config.monitor.tensorboard:
         sinks.append(TensorBoard(config.run.out_dir))
     if config.monitor.wandb != "off":
-        sinks.append(WeightsAndBiases(config))
+        sinks.append(WeightsAndBiases(config, tracked_name(config.run.name, local=local)))
     if config.monitor.mlflow:
-        sinks.append(MLflow(config))
+        sinks.append(MLflow(config, tracked_name(config.run.name, local=local)))
     return sinks
+
+
+def tracked_name(run: str, *, local: bool) -> str:
+    """What W&B and MLflow know a run by. A try has one of its own: its steps begin at 1 again, and would lie among the run's."""
+    return f"{run}-local" if local else run
 
 
 #: Of run.toml, what W&B and MLflow never see: where our key lies, and what people pass to code of theirs, an API key perhaps.
 WITHHELD: Any = {
     "run": {"key": True},
     "reward": {"options": True, "functions": {"__all__": {"options"}}},
-    "data": {"chat_options": True},
+    "data": {"chat_options": True, "environment_args": True},
 }
 
 
@@ -86,11 +91,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run for all attempts (its id is `run.name`); figures by our own step, so that a resumed run may repeat some."""
+    """One W&B run for all attempts (its id is `name`); figures by our own step, so that a resumed run may repeat some."""
 
     name = "wandb"
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, name: str) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -103,8 +108,8 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=monitor.wandb_project,
                 entity=monitor.wandb_entity or None,
-                id=run.name,
-                name=run.name,
+                id=name,
+                name=name,
                 dir=str(run.out_dir),
                 mode=monitor.wandb,
                 resume="allow",
@@ -143,7 +148,7 @@ class MLflow:
 
     name = "mlflow"
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, name: str) -> None:
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric, Param
@@ -164,12 +169,12 @@ class MLflow:
                 if experiment is not None
                 else self._client.create_experiment(monitor.mlflow_experiment)
             )
-            known = self._client.search_runs([place], f"tags.`scavenger.run` = '{run.name}'", max_results=1)
+            known = self._client.search_runs([place], f"tags.`scavenger.run` = '{name}'", max_results=1)
             if known:
                 self._run, self._was = known[0].info.run_id, known[0].info.status
                 self._client.update_run(self._run, status="RUNNING")
             else:
-                begun = self._client.create_run(place, run_name=run.name, tags={"scavenger.run": run.name})
+                begun = self._client.create_run(place, run_name=name, tags={"scavenger.run": name})
                 self._run = begun.info.run_id
                 flat = flattened(config.model_dump(mode="json", exclude=WITHHELD))
                 values = [Param(key, str(value)[:6000]) for key, value in flat.items()]

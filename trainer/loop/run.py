@@ -52,6 +52,7 @@ class RunStart:
 
     `path`: the checkpoint that was loaded, None for none. `cursor`: where the data goes on, the first prompt of no
     whole step. `owes_evaluation`: the one after these steps was not made. `late`: positions of earlier prompts that the next step trains.
+    `base`: digest of the weights in model.path, which this attempt's checkpoints note.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class RunStart:
     cursor: int = 0
     owes_evaluation: bool = False
     late: tuple[int, ...] = ()
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class Loop:
                 data=self._prompts.digest,
                 job=self._job_id,
                 run=config.run.name,
+                base=self._start.base,
             )
         )
 

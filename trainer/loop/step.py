@@ -729,7 +729,7 @@ class Stepper:
             if not group.rows or not versions:
                 continue
             workers = frozenset(worker for sample in samples for worker, _ in sample.spans)
-            signal = math.fsum(abs(row.advantage) for row in group.rows) / len(group.rows)
+            signal = math.fsum(row.signal for row in group.rows) / len(group.rows)
             oldest = min(step for _, step, _ in versions)
             kept = KeptGroup(group.group_id, work.step, oldest, signal, workers)
             again = replace(group, outcomes=(), rewards=(), lengths=(), parts=())

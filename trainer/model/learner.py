@@ -311,7 +311,15 @@ class Learner:
         current, entropy = self._logprobs(self.model, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
         tokens = Tokens(
-            current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy, batch.others
+            current,
+            proximal,
+            batch.behaviour,
+            batch.row,
+            batch.advantages,
+            reference,
+            entropy,
+            batch.others,
+            batch.turn_advantages,
         )
         terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ class Division:
         return self.ranks // self.together
 
     def __str__(self) -> str:
-        parts = [f"{self.shards} rank{'s' * (self.shards > 1)} share the model"]
+        parts = [f"{self.shards} ranks share the model" if self.shards > 1 else "1 rank has the model"]
         parts += [f"{self.replicas} replicas of it"] if self.replicas > 1 else []
         parts += [f"{self.context} ranks share each sample"] if self.context > 1 and self.tensor == 1 else []
         parts += [f"{self.tensor} ranks cut each layer"] if self.tensor > 1 else []

@@ -266,21 +266,22 @@ def plan_of(folder: Path, model: Any) -> ShardedLoadPlan:
     return ShardedLoadPlan(folder, stored, origins, model.config)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """`model.safetensors`, or the files that the index names. Raises `OSError`, `ValueError`, `KeyError` or `AttributeError`."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [single]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
 def _heads(folder: Path) -> dict[str, _Stored]:
-    """Of every tensor in `model.safetensors`, or in the files that the index names."""
+    """Of every tensor in the weight files."""
     remedy = (
         "copy the whole folder; weights in other formats are converted with transformers' save_pretrained"
     )
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
-        if single.is_file() or not index.is_file():
-            files = [single]
-        else:
-            files = [
-                folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
         found = {}
-        for path in files:
+        for path in weight_files(folder):
             with safe_open(
                 path, "numpy"
             ) as file:  # torch maps to write, which a host may refuse for what exceeds its memory

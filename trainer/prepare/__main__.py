@@ -81,6 +81,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands.add_parser("host").add_argument("folder", type=Path)
     options = parser.parse_args(argv)
     options.given = frozenset(argument.partition("=")[0] for argument in argv if argument.startswith("--"))
+    # What they are written into counts paths from its own folder.
+    for name in ("environment_python", "state_dir"):
+        if text := getattr(options, name, ""):
+            setattr(options, name, str(_whole(Path(text))))
     return options
 
 
@@ -186,7 +190,8 @@ def write(options: argparse.Namespace) -> None:
     """run.toml and train.sbatch, both or none. Raises `ConfigError`."""
     folder = _folder(options)
     if options.environment:
-        data = rows.of_environment(options.environment, options.environment_python)
+        renderer = draft.TINY_RENDERER if options.tiny else ""
+        data = rows.of_environment(options.environment, options.environment_python, renderer)
     else:
         data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
     if not (data.answer_field or data.environment or options.reward):
@@ -221,6 +226,7 @@ def write(options: argparse.Namespace) -> None:
         0,
         *node_memory(options),
         draft.tiny_completion(data) if options.tiny else draft.COMPLETION_TOKENS,
+        _no_sandbox(data),
     )
     folder.mkdir(parents=True, exist_ok=True)
     run, script = folder / "run.toml", folder / "train.sbatch"
@@ -231,8 +237,8 @@ def write(options: argparse.Namespace) -> None:
     print(f"wrote {run}\nwrote {script}")
     print(
         f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; completions end with "
-        f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "
-        + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
+        f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template"
+        + ("" if data.environment else f"; {_columns(data)}")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
     if wish.gpus:
@@ -243,12 +249,30 @@ def write(options: argparse.Namespace) -> None:
         print(f"LOOK: {missing}")
     for line in draft.own_reward(data, wish, written=_is_written(wish.reward, folder)):
         print(line)
-    if options.tiny:
+    if options.tiny and not data.environment:
         print(RANDOM_WEIGHTS)
     print(
         f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}; "
-        f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"
+        + (
+            "without a cluster: docs/environments.md, on one machine"
+            if data.environment
+            else f"without a cluster: python -m trainer {options.folder / 'run.toml'} --local"
+        )
     )
+
+
+def _no_sandbox(data: DataFacts) -> str:
+    """Why agents' programs cannot be in sandboxes on this machine; "" = they can, or there are none."""
+    if not data.environment or data.is_built_in:
+        return ""
+    from trainer.sandbox import box
+
+    return box.fault_here()
+
+
+def _columns(data: DataFacts) -> str:
+    answers = f"answers in {data.answer_field!r}" if data.answer_field else "no answers"
+    return f"prompts in {data.prompt_field!r}, {answers}"
 
 
 def _is_written(reward: str, folder: Path) -> bool:
@@ -265,13 +289,16 @@ def _is_written(reward: str, folder: Path) -> bool:
 def _text_model(folder: Path, data: DataFacts) -> Path:
     from trainer.prepare import smallest  # torch: seconds of imports
 
-    count = smallest.make_text_model(folder, max(len(text.encode()) for text in _texts(data)))
+    if data.environment:
+        count = smallest.make_chat_model(folder)
+    else:
+        count = smallest.make_text_model(folder, max(len(text.encode()) for text in _texts(data)))
     print(f"wrote {folder}: {count / 1e6:.2f} M parameters, random; a token a byte")
     return folder
 
 
 def _whole(path: Path) -> Path:
-    """Absolute, without following links: a pattern is no path that could be resolved."""
+    """Absolute, without following links: a pattern is no path that could be resolved, and a venv's Python is a link to another one."""
     return path if path.is_absolute() else Path.cwd() / path
 
 
@@ -280,7 +307,7 @@ def examine(options: argparse.Namespace) -> int:
     script = folder / "train.sbatch"
     gpus = check.gpus_of(script.read_text(encoding="utf-8") if script.is_file() else "")
     if options.gpu_memory_gb:
-        gpus = check.RequestedGpus(gpus.ranks, gpus.per_node, options.gpu_memory_gb, gpus.nodes)
+        gpus = replace(gpus, gb=options.gpu_memory_gb)
     found = list(check.check(folder / "run.toml", gpus, options.over, options.set))
     lines, fine = check.report(folder / "run.toml", found)
     print("\n".join(lines))

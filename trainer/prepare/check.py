@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,9 @@ DIRECTIVE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RequestedGpus:
-    """What the job asks for. `gb`: of one GPU, `node_gb`: of a node's host memory, `node_has_gb`: what it has; 0 = not known."""
+    """What the job asks for. `gb`: of one GPU, `node_gb`: of a node's host memory, `node_has_gb`: what it has; 0 = not known.
+    `one_rank_stated`: the script says that there is one.
+    """
 
     ranks: int
     per_node: int
@@ -59,11 +61,12 @@ class RequestedGpus:
     nodes: int = 1
     node_gb: float = 0.0
     node_has_gb: float = 0.0
+    one_rank_stated: bool = False
 
     @property
     def ranks_told(self) -> bool:
-        """Whether the job's script says how many ranks there are."""
-        return self.ranks > 1 or self.per_node > 0
+        """Whether the job's script says how many ranks there are: 1 is also what is taken where it does not."""
+        return self.ranks > 1 or self.per_node > 0 or self.one_rank_stated
 
 
 @dataclass(slots=True)
@@ -92,6 +95,7 @@ def gpus_of(script: str) -> RequestedGpus:
         int(found["nodes"]),
         found["mem"],
         found["node"],
+        found["ntasks"] == 1,
     )
 
 
@@ -111,6 +115,7 @@ def host_of(run_toml: Path) -> dict[str, int]:
 
 #: The check that a try with `--local` does without.
 DAEMON = "daemon and keys"
+ENVIRONMENT, EPISODES = "environment", "episodes"
 
 
 def check(
@@ -130,9 +135,9 @@ def check(
     yield _ask("model", lambda: _model(config, seen))
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
     if config.data.environment:
-        yield _ask("environment", lambda: _environment(config, seen), seen.tokenizer)
+        yield _ask(ENVIRONMENT, lambda: _environment(config, seen), seen.tokenizer)
     elif config.data.episodes_of:
-        yield StartFinding("episodes", note=f"run {config.data.episodes_of} plays them")
+        yield StartFinding(EPISODES, note=f"run {config.data.episodes_of} plays them")
     else:
         yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
         yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
@@ -248,18 +253,46 @@ def _data(config: RunConfig, seen: _Seen) -> str:
 
 def _environment(config: RunConfig, seen: _Seen) -> str:
     """Load it in a worker, as the run will, and play one episode with a model that says a few words."""
+    from trainer.episodes import gateway
     from trainer.episodes.opening import rehearsed
 
+    gateway.refuse_missing()
     tokenizer = seen.tokenizer
     assert tokenizer is not None
-    tasks, played = rehearsed(config, tokenizer.encode("No.", add_special_tokens=False).ids, seen.said.append)
+    tasks, played, roles = rehearsed(
+        config, tokenizer.encode("No.", add_special_tokens=False).ids, seen.said.append
+    )
     prompts = PromptSource(config, tokenizer, seen.said.append, tasks)
     seen.prompts = prompts.take(0, config.data.prompts_per_step)
     turns, rows = len(played.calls), len(played.branches)
-    return (
-        f"{tasks.count or 'endless'} tasks; an episode with a stub model had {turns} turn{'s' * (turns != 1)} in {played.seconds:.1f} s, "
-        f"{rows} row{'s' * (rows != 1)} to train and a reward of {played.reward:g}"
+    agents = (
+        f"; agents: {', '.join(f'{role} ({runtime})' for role, runtime in roles.items())}" if roles else ""
     )
+    said = (
+        f"{tasks.count or 'endless'} tasks{agents}; an episode with a stub model had {turns} turn{'s' * (turns != 1)} in "
+        f"{played.seconds:.1f} s, {rows} row{'s' * (rows != 1)} to train and a reward of {played.reward:g}"
+    )
+    return "\n".join([said, *episode_warnings(config.data.sandbox, roles, played.agents, rows, turns)])
+
+
+def episode_warnings(sandbox: str, roles: Mapping[str, str], agents: int, rows: int, turns: int) -> list[str]:
+    """What to look at, though nothing stops the run: programs without a sandbox, and histories that do not go on. Pure.
+
+    `roles`: agents with their runtimes. `agents`: that trained in the episode, 0 = not known; `rows`, `turns`: of theirs.
+    """
+    found = []
+    plain = [role for role, runtime in roles.items() if runtime == "subprocess"]
+    if plain and sandbox == "none":
+        found.append(
+            f"LOOK, without a sandbox the programs of {', '.join(plain)}, such as a shell, run as you, with your files: set "
+            'data.sandbox = "bubblewrap" (docs/agents.md)'
+        )
+    if agents and rows > agents:
+        found.append(
+            f"LOOK, {rows} rows of {turns} turns, of {agents} agent{'s' * (agents != 1)}: the harness writes its history anew, and "
+            "each row repeats its prompt in training (docs/environments.md, which harness)"
+        )
+    return found
 
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
@@ -565,10 +598,15 @@ def report(run_toml: Path, findings: list[StartFinding]) -> tuple[list[str], boo
     said = [f"{run_toml}:"]
     for finding in findings:
         word = "REFUSED" if finding.problem else "skipped" if finding.skipped else "ok     "
-        said.append(f"  {word}  {finding.what}{f': {finding.note}' if finding.note else ''}")
+        note, *looks = finding.note.splitlines() or [""]
+        said.append(f"  {word}  {finding.what}{f': {note}' if note else ''}")
+        said += [f"           {line}" for line in looks]
         said += [f"           {line}" for line in finding.problem.splitlines()]
     refused = [finding.what for finding in findings if finding.problem]
-    if refused == [DAEMON]:
+    plays_alone = not any(
+        finding.what in (ENVIRONMENT, EPISODES) for finding in findings
+    )  # --local refuses those
+    if refused == [DAEMON] and plays_alone:
         said.append(f"a try needs neither daemon nor keys: python -m trainer {run_toml} --local")
     return said, not refused
 

@@ -24,6 +24,8 @@ COMPLETION_TOKENS = 8192
 #: Of a completion of a model of random weights, which ends where it is cut: by chance, and late. Without answers so many; with answers so
 #: many more than the longest, for what a verifier wants around it (`\boxed{}`) and the end.
 TINY_COMPLETION_TOKENS, TINY_MORE_TOKENS = 16, 10
+#: `data.renderer` of the model that `--tiny --environment` makes.
+TINY_RENDERER = "qwen3"
 #: Of an environment's conversation, beside its last completion.
 CONVERSATION_TOKENS = 6144
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
@@ -41,7 +43,8 @@ class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
     `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
     `memory_gib`: of a node's host memory to ask for, 0 = not known. `node_gb`: what a training node has, 0 = not known; `node_source`: who
-    said so. `completion`: tokens of a completion at most.
+    said so. `completion`: tokens of a completion at most. `no_sandbox`: why agents' programs cannot be in sandboxes on this machine;
+    "" = they can.
     """
 
     name: str
@@ -62,6 +65,7 @@ class RunOptions:
     node_gb: float = 0.0
     node_source: str = ""
     completion: int = COMPLETION_TOKENS
+    no_sandbox: str = ""
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -128,7 +132,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
         _head(model, data, wish),
         _run(wish, chosen),
         _model(model, context),
-        _data(model, data),
+        _data(model, data, wish),
         _sampling(model, context, completion_tokens, wish.completion),
         _engine(wish, chosen),
         _reward(model, data, wish),
@@ -218,14 +222,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
 
 def _assumed_of_rows(model: ModelFacts, data: DataFacts, wish: RunOptions) -> list[tuple[str, str, str, str]]:
     if data.environment:
-        return [
-            (
-                "",
-                "run.toml",
-                f"data.environment = {data.environment}",
-                "its own settings: environment_args, renderer",
-            )
-        ]
+        return _assumed_of_environment(data, wish)
     return [
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         (
@@ -243,6 +240,16 @@ def _assumed_of_rows(model: ModelFacts, data: DataFacts, wish: RunOptions) -> li
     ]
 
 
+def _assumed_of_environment(data: DataFacts, wish: RunOptions) -> list[tuple[str, str, str, str]]:
+    named = f"data.environment = {data.environment}"
+    if data.is_built_in:
+        return [("", "run.toml", named, "built in; it has no settings of its own")]
+    boxes = ("data.sandbox = bubblewrap", "agents' programs in boxes: docs/agents.md, sandboxes")
+    if wish.no_sandbox:
+        boxes = ("no data.sandbox", "agents' programs run as you; the file says why")
+    return [("", "run.toml", named, "its own settings: environment_args, renderer"), ("", "run.toml", *boxes)]
+
+
 def _why_engine(engine: str) -> str:
     if engine != "vllm":
         return "a tiny model without a GPU (init --engine vllm)"
@@ -254,12 +261,20 @@ def _s(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
+def _alone(data: DataFacts, wish: RunOptions) -> str:
+    if data.environment:
+        return (
+            "#   docs/environments.md                       how to try it on one machine, without a cluster"
+        )
+    return f"#   python -m trainer {shlex.quote(str(wish.folder / 'run.toml'))} --local     a try in one process, without a cluster"
+
+
 def _head(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     what = data.environment or Path(data.path).name
     return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {what}.
 # Every key is explained in docs/config.md, the algorithms in docs/algorithms.md; lines that begin with # and a key show further keys.
 #   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
-#   python -m trainer {shlex.quote(str(wish.folder / "run.toml"))} --local     a try in one process, without a cluster
+{_alone(data, wish)}
 #   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))}
 """
 
@@ -293,18 +308,12 @@ context_length = {context}          # prompt and completion together{most}
 """
 
 
-def _environment(data: DataFacts) -> str:
-    python = (
-        f"environment_python = {_s(data.python)}"
-        if data.python
-        else '#environment_python = "envs/bin/python"   # of a venv with scavenger[verifiers] and the environment\'s package'
-    )
+def _environment(data: DataFacts, no_sandbox: str) -> str:
+    own = "" if data.is_built_in else f"{_settings(data)}{_sandbox(no_sandbox)}"
+    what = "built in" if data.is_built_in else "a task set of verifiers: its tasks, harness and rewards"
     return f"""[data]
-environment = {_s(data.environment)}          # a task set of verifiers: its tasks, harness and rewards; docs/environments.md
-#environment_args = {{ agent = {{ harness = {{ id = "null" }} }} }}   # as its [env] block
-{python}
-#renderer = {{ name = "qwen3" }}      # how this model's conversations become tokens; tools need it
-environment_workers = 1             # processes on rank 0's host
+environment = {_s(data.environment)}          # {what}; docs/environments.md
+{own}environment_workers = 1             # processes on rank 0's host
 episode_turns = 16                  # model calls of an agent at most
 episode_s = 1800.0
 on_divergence = "branch"            # where an episode is played again and the environment answers otherwise
@@ -313,9 +322,38 @@ samples_per_prompt = {SAMPLES_PER_PROMPT}              # episodes of each
 """
 
 
-def _data(model: ModelFacts, data: DataFacts) -> str:
+def _sandbox(fault: str) -> str:
+    """Agents' programs, such as a shell, in boxes; where this machine makes none, the line is a comment that says why."""
+    if not fault:
+        return 'sandbox = "bubblewrap"              # each agent\'s programs in a box, else they run as you: docs/agents.md\n'
+    return (
+        f"# Agents' programs, such as a shell, run as you, with your files. No sandbox on the machine of init: {' '.join(fault.split())}.\n"
+        '#sandbox = "bubblewrap"             # each agent\'s programs in a box of its own: docs/agents.md\n'
+    )
+
+
+def _settings(data: DataFacts) -> str:
+    """Of an environment of `verifiers`."""
+    python = (
+        f"environment_python = {_s(data.python)}"
+        if data.python
+        else '#environment_python = "envs/bin/python"   # of a venv with scavenger[verifiers] and the environment\'s package'
+    )
+    renderer = (
+        f"renderer = {{ name = {_s(data.renderer)} }}       # made into tokens as that family's conversations are, with tools"
+        if data.renderer
+        else '#renderer = { name = "qwen3" }      # how this model\'s conversations become tokens; tools need it'
+    )
+    return f"""# Its own settings, as its [env] block. Where its agent has another name than `agent`, write that one: init --check tells it.
+#environment_args = {{ agent = {{ harness = {{ id = "null" }} }} }}
+{python}
+{renderer}
+"""
+
+
+def _data(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     if data.environment:
-        return _environment(data)
+        return _environment(data, wish.no_sandbox)
     chat = bool(model.chat)
     lines = [
         "[data]",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from scavenger.errors import ConfigError
 from trainer.data import dataset
+from trainer.episodes.wire import BUILT_IN
 
 #: In the order of preference.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "conversations")
@@ -55,11 +56,19 @@ class DataFacts:
     eval_prompts: int
     environment: str = ""
     python: str = ""
+    renderer: str = ""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the environment is one of the package's own, which needs no `verifiers` and runs no programs."""
+        return self.environment.startswith(BUILT_IN)
 
 
-def of_environment(name: str, python: str) -> DataFacts:
-    """A run's data where an environment of `verifiers` brings it. Nothing of it is known before it is loaded."""
-    return DataFacts("jsonl", "", "", "", "", (), True, False, (), 0, name, python)
+def of_environment(name: str, python: str, renderer: str = "") -> DataFacts:
+    """A run's data where an environment of `verifiers` brings it. Nothing of it is known before it is loaded. `renderer`: of the run's
+    model, where it is known.
+    """
+    return DataFacts("jsonl", "", "", "", "", (), True, False, (), 0, name, python, renderer)
 
 
 def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:

@@ -16,6 +16,7 @@ Owns the tasks, the calculator, the reward and the character tokenizer. A task d
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ TERMS, LARGEST = 4, 24
 TASKS = 4096
 #: Turns of an episode at most: one more than are needed, and one for the answer.
 MOST_TURNS = TERMS + 1
+#: What a right step earns where turns are rewarded.
+STEP = 0.25
 #: What the calculator displays where it was asked for no sum of two digits.
 REFUSED = "?"
 ALPHABET = (sort.PAD, sort.EOS, *"0123456789>+=?")
@@ -87,6 +90,22 @@ def replied(terms: tuple[int, ...], turn: int, said: str) -> Observation | Ended
     if turn >= MOST_TURNS:
         return Ended(0.0, "max_turns")
     return Observation(f"{calculated(said)}>")
+
+
+def step_rewards(terms: tuple[int, ...], said: Sequence[str]) -> list[float]:
+    """What each turn earns where turns are rewarded: `STEP` for each number that is added to the sum so far, in their order, and the rest
+    of 1 for the right answer. A whole right play has 1."""
+    total, added, rewards = terms[0], 1, []
+    for words in said:
+        answer = _ANSWER.fullmatch(words)
+        if answer:
+            rewards.append(1.0 - STEP * (TERMS - 1) if int(answer[1]) == sum(terms) else 0.0)
+        elif added < TERMS and words == f"{total:02d}+{terms[added]:02d}":
+            total, added = total + terms[added], added + 1
+            rewards.append(STEP)
+        else:
+            rewards.append(0.0)
+    return rewards
 
 
 def turns_of(terms: tuple[int, ...]) -> list[str]:

@@ -329,6 +329,8 @@ class Extension:
             self.model_runner.drafter.attach(self.model_runner)
             if self.model_runner.device.type == "cpu":
                 put_right_without_triton()
+        if self.model_runner.device.type == "cpu":
+            keep_draws_of_parts(self.model_runner)
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
 
@@ -762,6 +764,23 @@ def _with_raw_logprobs_of_drafts(forward: Callable[..., Any]) -> Callable[..., A
         return output
 
     return both
+
+
+def keep_draws_of_parts(runner: Any) -> None:
+    """Where a pass ends within a prompt, vLLM takes the draw that it made there back from the request's generator. torch's generator of a
+    CPU refuses that, and the engine ended: where prompts together were longer than a pass. Here the draw stays: the request goes on with
+    the next number, which is as random."""
+    keep_books = runner._bookkeeping_sync
+
+    def without_generators(*given: Any, **named: Any) -> Any:
+        generators = runner.input_batch.generators
+        runner.input_batch.generators = {}
+        try:
+            return keep_books(*given, **named)
+        finally:
+            runner.input_batch.generators = generators
+
+    runner._bookkeeping_sync = without_generators
 
 
 def _paced(execute: Callable[..., Any], beat_s: float) -> Callable[..., Any]:

@@ -6,7 +6,8 @@ And how a job of ours is named, so that it is found again (`track.observed_jobs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from scavenger.cluster.model import nodes_in
@@ -237,13 +238,13 @@ class Restrictions:
 class HandsRules:
     """Engines may change hands. `by_owner`: Slurm accounts each job to its run's owner, so only between runs of one owner.
 
-    `switch_s`, `start_s`: predicted seconds until an engine has weights of another run, by a change of hands and by a new start; None:
-    not measured yet.
+    `switch_s`, `start_s`: predicted seconds until an engine has weights of a run, by a change of hands and by a new start, for each run
+    that has measured it.
     """
 
     by_owner: bool = False
-    switch_s: float | None = None
-    start_s: float | None = None
+    switch_s: Mapping[int, float] = field(default_factory=dict)
+    start_s: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def change_hands(
             missing[want.run_id] -= 1
             held[job.owner] -= job.gpus
             held[want.owner] += job.gpus
-            why = f"it goes on for run {want.run}: {predicted(rules)}; {action.reason}"
+            why = f"it goes on for run {want.run}: {predicted(rules, want.run_id)}; {action.reason}"
             changes.append(ChangeHands(job.intent_id, want.run_id, want.run, want.owner, why))
             break
         else:
@@ -91,15 +91,17 @@ def handed(jobs: Iterable[OurJob], changes: Sequence[ChangeHands]) -> list[OurJo
     ]
 
 
-def slower(rules: HandsRules) -> bool:
-    """Whether a change of hands is predicted to take longer than to end the engine and start another."""
-    return rules.switch_s is not None and rules.start_s is not None and rules.switch_s > rules.start_s
+def slower(rules: HandsRules, run_id: int) -> bool:
+    """Whether a change of hands to this run is predicted to take longer than to end the engine and start another."""
+    switch_s, start_s = rules.switch_s.get(run_id), rules.start_s.get(run_id)
+    return switch_s is not None and start_s is not None and switch_s > start_s
 
 
-def predicted(rules: HandsRules) -> str:
-    """The predicted seconds until an engine has weights of the other run, by either way."""
-    switch = "not measured yet" if rules.switch_s is None else f"{rules.switch_s:.1f} s"
-    start = "not measured yet" if rules.start_s is None else f"{rules.start_s:.1f} s"
+def predicted(rules: HandsRules, run_id: int) -> str:
+    """The predicted seconds until an engine has weights of this run, by either way."""
+    switch_s, start_s = rules.switch_s.get(run_id), rules.start_s.get(run_id)
+    switch = "not measured yet" if switch_s is None else f"{switch_s:.1f} s"
+    start = "not measured yet" if start_s is None else f"{start_s:.1f} s"
     return f"to change hands is predicted to take {switch}, a new start {start}"
 
 
@@ -112,8 +114,8 @@ def _obstacle(
     rules: HandsRules,
 ) -> str:
     """Why this engine cannot go on for this run; "" where it can."""
-    if slower(rules):
-        return predicted(rules)
+    if slower(rules, want.run_id):
+        return predicted(rules, want.run_id)
     mine = engine_of.get(job.run_id, "")
     if not mine or not want.hands:
         return "one of the two runs keeps its processes for itself (run.isolation), or is not open"

@@ -81,9 +81,22 @@ class _Took(NamedTuple):
     seconds: float
 
 
-def _mean(took: Iterable[_Took], now: float) -> float | None:
-    recent = [one.seconds for one in took if now - one.at <= TOOK_S]
-    return sum(recent) / len(recent) if recent else None
+class _Durations:
+    """How long something took for each run, the newest `MOST_TOOK` of the last `TOOK_S`."""
+
+    def __init__(self) -> None:
+        self._of_run: dict[int, deque[_Took]] = {}
+
+    def add(self, run_id: int, took: _Took) -> None:
+        self._of_run = {run: of for run, of in self._of_run.items() if took.at - of[-1].at <= TOOK_S}
+        self._of_run.setdefault(run_id, deque(maxlen=MOST_TOOK)).append(took)
+
+    def means(self, now: float) -> dict[int, float]:
+        """By run: the mean in seconds."""
+        recent = {
+            run: [one.seconds for one in of if now - one.at <= TOOK_S] for run, of in self._of_run.items()
+        }
+        return {run: sum(seconds) / len(seconds) for run, seconds in recent.items() if seconds}
 
 
 class Tracker:
@@ -101,7 +114,7 @@ class Tracker:
         ] = {}  # allocations that accounting may still tell the times of
         self.vanished: dict[str, Vanished] = {}  # jobs whose end was not observed
         self._asked: Counter[tuple[str, int]] = Counter()
-        self._switches, self._starts = deque[_Took](maxlen=MOST_TOOK), deque[_Took](maxlen=MOST_TOOK)
+        self._switches, self._starts = _Durations(), _Durations()
         self._changed: list[
             str
         ] = []  # intents whose engine registered for its new run since the last observation
@@ -124,10 +137,10 @@ class Tracker:
         one.switching_since = now if life is not None and life.ready else 0.0
         one.submitted_at = 0.0
 
-    def predicted_s(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds until an engine has its first weights for the run, by a change of hands and by a start: the last hour's means; None:
-        there was none."""
-        return _mean(self._switches, now), _mean(self._starts, now)
+    def predicted_s(self, now: float) -> tuple[Mapping[int, float], Mapping[int, float]]:
+        """By run: seconds until an engine has its first weights for it, by a change of hands and by a start. Means of the run's own in the
+        last hour, so that a run with slow weights tells nothing of others; a run that had none is not there."""
+        return self._switches.means(now), self._starts.means(now)
 
     def released(self, intent_id: str, node: str, now: float) -> None:
         """Slurm took our release: this standby job begins on `node`."""
@@ -499,9 +512,11 @@ class Tracker:
         if not its or not life.ready_at:
             return
         if one.submitted_at and not life.incarnation:  # a later life of the job waited in the queue once more
-            self._starts.append(_Took(life.ready_at, max(0.0, life.ready_at - one.submitted_at)))
+            self._starts.add(life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - one.submitted_at)))
         if one.switching_since and not one.changing_since:
-            self._switches.append(_Took(life.ready_at, max(0.0, life.ready_at - one.switching_since)))
+            self._switches.add(
+                life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - one.switching_since))
+            )
         one.submitted_at = one.switching_since = 0.0
 
     def condemned(self, engines: Iterable[CondemnedEngine], now: float) -> None:

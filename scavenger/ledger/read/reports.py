@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import rich.box
 import rich.console
@@ -26,7 +26,8 @@ from scavenger.ledger.store import MAINTENANCE_S, altered, contradiction, open_r
 from scavenger.printable import amount, printable
 
 Format = Literal["table", "csv", "json"]
-_WIDTH = 200
+#: Characters of a line in which a terminal's table folds its cells, and so many as no table has.
+FOLDED, _UNFOLDED = 200, 1 << 20
 
 
 def report(
@@ -36,8 +37,10 @@ def report(
     most: int | None = None,
     since: float | None = None,
     until: float | None = None,
+    width: int | None = None,
 ) -> str:
-    """The answer of `sql/reports/<name>.sql` as text. `most`, `since`, `until` (Unix seconds): of reports that show their newest rows.
+    """The answer of `sql/reports/<name>.sql` as text. `width`: characters of a table's line, in which cells are folded; None: each row is
+    one line, whatever it has. `most`, `since`, `until` (Unix seconds): of reports that show their newest rows.
 
     Raises `LedgerError` for an unknown report, format or ledger, and for a ledger of another release, which may lack what it reads.
 
@@ -53,15 +56,16 @@ def report(
             f"--limit, --since and --until are for {', '.join(bounded)}",
         )
     sql = queries.bounded(sql, most, since, until)
-    if format not in _FORMATS:
-        raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(_FORMATS)}")
+    if format not in get_args(Format):
+        raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(get_args(Format))}")
     engine = open_readonly(url)
     try:
         if found := _check_revision(engine):
             raise LedgerError(
                 f"the ledger cannot be reported on: {found[0]}", "look at daemon.ledger and daemon.state_dir"
             )
-        return _FORMATS[format](queries.question(sql), rows(engine, sql))
+        question, result = queries.question(sql), rows(engine, sql)
+        return _as_table(question, result, width) if format == "table" else _FORMATS[format](question, result)
     finally:
         engine.dispose()
 
@@ -164,7 +168,7 @@ def _shown(column: str, value: Any) -> str:
     )
 
 
-def _as_table(question: str, result: QueryResult) -> str:
+def _as_table(question: str, result: QueryResult, width: int | None) -> str:
     table = rich.table.Table(title=question, box=rich.box.SIMPLE, title_justify="left")
     for column in result.columns:
         numeric = bool(result.rows) and all(
@@ -181,7 +185,7 @@ def _as_table(question: str, result: QueryResult) -> str:
                 for column, value in zip(result.columns, row, strict=True)
             )
         )
-    console = rich.console.Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    console = rich.console.Console(file=io.StringIO(), width=width or _UNFOLDED, color_system=None)
     console.print(table)
     console.print(amount(len(result.rows), "row"), highlight=False)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -209,4 +213,4 @@ def _as_json(question: str, result: QueryResult) -> str:
     return json.dumps({"question": question, "rows": records}, indent=2) + "\n"
 
 
-_FORMATS = {"table": _as_table, "csv": _as_csv, "json": _as_json}
+_FORMATS = {"csv": _as_csv, "json": _as_json}

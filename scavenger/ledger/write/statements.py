@@ -417,6 +417,7 @@ KINDS: dict[type[Record], Kind] = {
         ),
         creates="turns",
     ),
+    r.TurnRewarded: _kind(_update(t.turns, "group_id", reward=":reward"), uses="turns"),
     r.TurnSampleFinished: _kind(
         _insert(t.turn_samples, **_fields("sample_id sha256")), creates="turn_samples"
     ),

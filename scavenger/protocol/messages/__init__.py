@@ -77,15 +77,22 @@ from scavenger.protocol.messages.common import (
 )
 from scavenger.protocol.messages.deliveries import (
     MAX_WANTED,
+    MOST_TURN_REWARD,
     Deliver,
     DeliveredEpisode,
     DeliveredGroup,
     DeliveredRow,
     EpisodeShare,
     EpisodesOver,
+    RowTurn,
+    RowTurns,
     WantDeliveries,
+    fault_of_numbers,
+    fault_of_turns,
+    turn_ends,
 )
 from scavenger.protocol.messages.gateway import (
+    BUDGET_SPENT,
     CALL_PATTERN,
     EPISODE_PATTERN,
     MAX_ANSWER_BYTES,
@@ -143,6 +150,7 @@ from scavenger.protocol.messages.trainer import (
     TokenDifferences,
     ToTrainer,
     Trained,
+    TurnOutcome,
 )
 from scavenger.protocol.messages.worker import (
     TURN,
@@ -185,6 +193,7 @@ from scavenger.protocol.messages.worker import (
 )
 
 __all__ = [
+    "BUDGET_SPENT",
     "CALL_PATTERN",
     "ENVIRONMENT_FILE",
     "EPISODE_PATTERN",
@@ -213,6 +222,7 @@ __all__ = [
     "MAX_TURN_SAMPLES",
     "MAX_VERSIONS",
     "MAX_WANTED",
+    "MOST_TURN_REWARD",
     "PROTOCOL",
     "RUN_NAME_PATTERN",
     "TURN",
@@ -285,6 +295,8 @@ __all__ = [
     "ReplyBody",
     "ReportAgreement",
     "Revoke",
+    "RowTurn",
+    "RowTurns",
     "RunName",
     "RunOpened",
     "RunStopped",
@@ -309,6 +321,7 @@ __all__ = [
     "ToolState",
     "Trained",
     "TurnAccepted",
+    "TurnOutcome",
     "TurnTokens",
     "UseWeights",
     "Wake",
@@ -326,12 +339,15 @@ __all__ = [
     "decode_to_worker",
     "encode",
     "environment_file",
+    "fault_of_numbers",
+    "fault_of_turns",
     "named_request",
     "pack_logprobs",
     "pack_tokens",
     "reserved_name",
     "squeeze_tokens",
     "token_count",
+    "turn_ends",
     "unpack_differences",
     "unpack_logprobs",
     "unpack_tokens",

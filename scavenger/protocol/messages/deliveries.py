@@ -10,6 +10,8 @@ Every call may be repeated. A turn is delivered once: the daemon knows what it h
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Annotated
 
 import msgspec
@@ -32,17 +34,67 @@ MAX_DELIVERED_ROWS, MAX_DELIVERED_TURNS = 4096, 4096
 MAX_WANTED = 16384
 Packed = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Reward = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+#: What a turn may earn at most, or lose: sums of it are far within a float32, in which trainers have advantages.
+MOST_TURN_REWARD = 1e9
+#: Of a turn in a row, which has what untrained turns after it earned besides: at most `MAX_DELIVERED_TURNS` of them.
+TurnReward = Annotated[float, msgspec.Meta(ge=-1e13, le=1e13)]
+
+
+class RowTurn(MessagePart, frozen=True):
+    """One turn of an episode, as a row trains it: its place among the episode's turns, from 0; how many of the row's trained tokens are
+    its; and which part of the episode's reward the environment says it earned.
+    """
+
+    number: Count
+    tokens: Positive
+    reward: TurnReward
+
+
+#: The turns of one row, in the order of its trained tokens. Empty: the environment does not reward turns.
+RowTurns = Annotated[tuple[RowTurn, ...], msgspec.Meta(max_length=MAX_DELIVERED_TURNS)]
+
+
+def fault_of_turns(turns: Sequence[RowTurn], trained: int) -> str:
+    """Why these are not the turns of a row that trains so many tokens; "" where they are, or where there are none."""
+    if turns and sum(turn.tokens for turn in turns) != trained:
+        return f"turns of {sum(turn.tokens for turn in turns)} tokens in a row that trains {trained}"
+    return ""
+
+
+def fault_of_numbers(rows: Iterable[Sequence[RowTurn]]) -> str:
+    """Why rows are not of one episode's turns: each is in one of them, and all of them have theirs, or none has."""
+    of_rows = [[turn.number for turn in turns] for turns in rows]
+    numbers = [number for of_row in of_rows for number in of_row]
+    if len(set(numbers)) != len(numbers):
+        return "a turn is in two places"
+    return "some rows have turns with rewards, and others none" if numbers and not all(of_rows) else ""
+
+
+def turn_ends(
+    prompt: bytes, completion: bytes, mask: bytes, turns: Sequence[RowTurn]
+) -> list[tuple[RowTurn, bytes]]:
+    """Of a row's turns each with the SHA-256 of the row's tokens up to the turn's end: of the prompt and completion of its sample."""
+    trained = [at for at, one in enumerate(mask) if one] if mask else range(len(completion) // 4)
+    read, upto, taken, found = sha256(prompt), 0, 0, []
+    for turn in turns:
+        taken += turn.tokens
+        end = trained[taken - 1] + 1
+        read.update(completion[4 * upto : 4 * end])
+        upto = end
+        found.append((turn, read.digest()))
+    return found
 
 
 class DeliveredRow(MessagePart, frozen=True):
     """One row to train. `prompt`, `completion`: token ids, packed int32. `mask`: a byte a token of `completion`, 1 where the policy said
-    it; empty: all of them. `behaviour`: logprobs of those that it said, packed float32.
+    it; empty: all of them. `behaviour`: logprobs of those that it said, packed float32. `turns`: where the environment rewards turns.
     """
 
     prompt: Packed
     completion: Packed
     mask: Packed
     behaviour: Packed
+    turns: RowTurns = ()
 
 
 class EpisodeShare(MessagePart, frozen=True):

@@ -25,6 +25,8 @@ CALL_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.~-]{0,127}\Z"
 CallName = Annotated[str, msgspec.Meta(pattern=CALL_PATTERN)]
 #: Bytes of a tool's answer.
 MAX_ANSWER_BYTES = 1 << 20
+#: A gateway's error type of a call whose episode has used up its budget.
+BUDGET_SPENT = "budget_exceeded"
 Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 

@@ -28,7 +28,13 @@ from scavenger.protocol.messages.common import (
     Slots,
     WeightSource,
 )
-from scavenger.protocol.messages.deliveries import Deliver, DeliveredGroup, EpisodesOver, WantDeliveries
+from scavenger.protocol.messages.deliveries import (
+    Deliver,
+    DeliveredGroup,
+    EpisodesOver,
+    TurnReward,
+    WantDeliveries,
+)
 from scavenger.protocol.messages.gateway import (
     AnswerTool,
     AskTool,
@@ -101,6 +107,10 @@ class OpenRun(Message, frozen=True):
     isolation: Literal["memory", "process"] = (
         "memory"  # whether its engines may have worked, and go on, for other runs
     )
+    #: Of each of its episodes, over all agents and policies: turns, generated tokens, seconds. 0: no bound.
+    budget_turns: Count = 0
+    budget_tokens: Count = 0
+    budget_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Attach(Message, frozen=True):
@@ -192,12 +202,21 @@ class TokenDifferences(MessagePart, frozen=True):
     turn: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
+class TurnOutcome(MessagePart, frozen=True):
+    """What a turn earned, and its advantage in the step, where the environment rewards turns. `turn`: as in `TokenDifferences`."""
+
+    turn: Sha256
+    reward: TurnReward
+    advantage: float
+
+
 class EpisodeOutcome(MessagePart, frozen=True):
     """What became of an episode, and so of its turns: as `SampleOutcome`. It ends with the step that names it.
 
     `used`: requests (`OpenTurn.request`) of the turns that the step took. Its other turns are surplus: they led to nothing, because the
     environment answered otherwise when the episode was played again, say. An episode that no turn was asked of may be named too.
-    `worker`: the environment worker that played it. `differences`: of its turns, as in `CommitStep`.
+    `worker`: the environment worker that played it. `differences`: of its turns, as in `CommitStep`. `turns`: those that were rewarded by
+    themselves; `advantage` is then that of the episode's whole reward.
     """
 
     episode: EpisodeName
@@ -209,6 +228,7 @@ class EpisodeOutcome(MessagePart, frozen=True):
     used: Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
     worker: Annotated[str, msgspec.Meta(max_length=512)] = ""
     differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
+    turns: Annotated[tuple[TurnOutcome, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
 
 
 class SpanSums(MessagePart, frozen=True):
@@ -388,7 +408,8 @@ class RunOpened(Message, frozen=True):
 
 class Denied(Message, frozen=True):
     """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead"; of a
-    gateway's also "conflict" (the request was another one before), "ended" (its episode is over), "full" (too much is open).
+    gateway's also "conflict" (the request was another one before), "ended" (its episode is over), "full" (too much is open), "budget" (its
+    episode has used up its budget).
 
     "restored": the ledger was put back to an earlier state, in which this attempt does not exist. "ahead": the checkpoint of
     `resume_step` is later than the ledger, which ends at `last_step`.

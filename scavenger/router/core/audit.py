@@ -99,6 +99,9 @@ def _check_worker(core: Core, worker: Worker) -> None:
         f"worker {worker.id}: its leases changed since policies saw it: {seen}"
     )
     for sample in worker.leases.values():
+        assert sample.group.run is worker.run, (
+            f"worker {worker.id} of run {worker.run.name} holds sample {sample.id} of run {sample.group.run.name}"
+        )
         assert sample.worker_id == worker.id, (
             f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
         )
@@ -119,12 +122,11 @@ def _check_worker(core: Core, worker: Worker) -> None:
 
 
 def _check_run(core: Core, run: ActiveRun) -> None:
-    leased: dict[int, int] = {}
-    for worker in run.workers.values():
-        for sample in worker.leases.values():
-            leased[sample.lease_version] = leased.get(sample.lease_version, 0) + 1
-    assert run.leased == leased, (
-        f"run {run.id}: leases by version are counted as {run.leased}, and are {leased}"
+    held = [sample for worker in run.workers.values() for sample in worker.leases.values()]
+    leased = Counter(sample.lease_version for sample in held)
+    of_turns = Counter(sample.lease_version for sample in held if sample.group.turn is not None)
+    assert (run.leased, run.turns.leased) == (leased, of_turns), (
+        f"run {run.id}: leases by version are counted as {run.leased}, {run.turns.leased} of turns, and are {leased}, {of_turns}"
     )
     waiting = {s.id for s in run.queue}
     versions = {core.samples[i].group.version for i in waiting}

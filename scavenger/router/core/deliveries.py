@@ -37,9 +37,12 @@ from scavenger.protocol.messages import (
     OpenRun,
     ReplyBody,
     WantDeliveries,
+    fault_of_numbers,
+    fault_of_turns,
+    turn_ends,
 )
 from scavenger.router.core import staleness
-from scavenger.router.core.state import ActiveRun, Delivery, Episode, Group
+from scavenger.router.core.state import ActiveRun, Delivery, Episode, Group, Sample
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import DeliveryStatus, DeliveryStep, SampleStatus
 
@@ -146,7 +149,7 @@ def deliver(core: Core, run: ActiveRun, body: Deliver) -> ReplyBody:
     other = other_run(core, run, body.policy)
     if isinstance(other, Denied):
         return other
-    fresh: list[tuple[Episode, EpisodeShare]] = []
+    fresh: list[tuple[Episode, EpisodeShare, Mapping[int, float]]] = []
     for share in body.shares:
         episode = other.turns.episodes.get(share.episode)
         if share.episode in other.turns.ended or (episode is not None and episode.delivered):
@@ -156,12 +159,16 @@ def deliver(core: Core, run: ActiveRun, body: Deliver) -> ReplyBody:
             return Denied("invalid", why, "deliver what the policy of the run said")
         if why := _fault_of_share(other, episode, share):
             return Denied("invalid", why, "deliver whole turns of the policy of the run, and each once")
-        fresh.append((episode, share))
-    if len({share.episode for _, share in fresh}) != len(fresh):
+        earned = _earned(episode, share)
+        if earned is None:
+            why = f"episode {share.episode!r} rewards a turn that is none of those it names, or one twice"
+            return Denied("invalid", why, "reward turns that the share names, and each once")
+        fresh.append((episode, share, earned))
+    if len({share.episode for _, share, _ in fresh}) != len(fresh):
         return Denied("invalid", "an episode is named twice", "deliver each episode once")
     group = core.next_delivery_id
-    for episode, share in fresh:
-        _make(core, run, other, body, group, episode, share)
+    for episode, share, rewards in fresh:
+        _make(core, run, other, body, group, episode, share, rewards)
     if fresh:
         _bound(core, other)
         send(core, other)
@@ -178,7 +185,39 @@ def _fault_of_share(other: ActiveRun, episode: Episode, share: EpisodeShare) -> 
             return f"episode {share.episode!r}: {fault}"
         if not episode.prefixes.ended_by(sha256(row.prompt + row.completion).digest()).sample_id:
             return f"episode {share.episode!r} has a row that is no turn of run {other.name!r}"
+    if fault := fault_of_numbers(row.turns for row in share.rows):
+        return f"episode {share.episode!r}: {fault}"
     return ""
+
+
+def _earned(episode: Episode, share: EpisodeShare) -> dict[int, float] | None:
+    """What the turns earned that the environment rewards, by their groups; None: one of them is no turn that the share names."""
+    by_end = samples_by_end(episode, share.used)
+    earned: dict[int, float] = {}
+    for row in share.rows:
+        for turn, end in turn_ends(row.prompt, row.completion, row.mask, row.turns):
+            sample = take_sample(by_end, end)
+            if sample is None:
+                return None
+            earned[sample.group.id] = earned.get(sample.group.id, 0.0) + turn.reward
+    return earned
+
+
+def samples_by_end(episode: Episode, requests: Iterable[bytes]) -> dict[bytes, list[Sample]]:
+    """The complete samples of these turns of the episode by the SHA-256 of their prompt's and completion's tokens, in the turns' order."""
+    found: dict[bytes, list[Sample]] = {}
+    for request in dict.fromkeys(requests):
+        group = episode.turns[request]
+        for sample in group.samples:
+            if group.turn is not None and (end := group.turn.ends.get(sample.index)) is not None:
+                found.setdefault(end, []).append(sample)
+    return found
+
+
+def take_sample(by_end: dict[bytes, list[Sample]], end: bytes) -> Sample | None:
+    """The next sample with this end: of turns with equal tokens each in its order, and once."""
+    same = by_end.get(end)
+    return same.pop(0) if same else None
 
 
 def _is_whole(group: Group) -> bool:
@@ -191,7 +230,9 @@ def _fault_of_row(row: DeliveredRow) -> str:
         return "a row without tokens"
     if row.mask and (4 * len(row.mask) != len(row.completion) or set(row.mask) - {0, 1} or not row.mask[-1]):
         return "a row whose mask is not one of its tokens, up to the last that was said"
-    return "" if len(row.behaviour) == 4 * said else "a row whose logprobs are not those of its tokens"
+    if len(row.behaviour) != 4 * said:
+        return "a row whose logprobs are not those of its tokens"
+    return fault_of_turns(row.turns, said)
 
 
 def _make(
@@ -202,6 +243,7 @@ def _make(
     group: int,
     episode: Episode,
     share: EpisodeShare,
+    earned: Mapping[int, float],
 ) -> None:
     turns = [episode.turns[request] for request in dict.fromkeys(share.used)]
     delivery = Delivery(
@@ -241,6 +283,7 @@ def _make(
             core.now,
         ),
         *(rec.TurnDelivered(turn.id, other.id, delivery.id) for turn in turns),
+        *(rec.TurnRewarded(turn, reward) for turn, reward in earned.items()),
     )
 
 

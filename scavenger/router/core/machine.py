@@ -227,6 +227,8 @@ class Router:
                     run.cached.serving = None
             if timed:
                 turns.watch(self.core, run)
+            if run.turns.open and (fleet or timed):
+                turns.switch_busy_workers(self.core, run)
             if run.turns.queue:  # before any step's samples: a caller waits for them
                 turns.place(self.core, run)
             if run.settings.max_off_policy_steps:

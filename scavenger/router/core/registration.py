@@ -321,7 +321,7 @@ def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run
             hello.job_id,
             hello.node,
             hello.gpus,
-            hello.engine,
+            run.engine.name,
             core.now,
             slot=hello.slot,
             cluster=identity.cluster,

@@ -20,6 +20,7 @@ from scavenger.router.core.events import HistoryRead
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
+    EpisodeBudget,
     Group,
     RunSettings,
     Sample,
@@ -223,7 +224,7 @@ def _restore_status(core: Core, run: ActiveRun, sample: Sample, row: rec.SampleS
         )
         run.workers[worker_id].leases[sample.id] = sample
         siblings.lease_restored(sample)
-        run.leased[version] = run.leased.get(version, 0) + 1
+        run.count_lease(sample.group, version, 1)
     else:
         if row.lease is not None:  # its holder left while the daemon was down
             core.record(
@@ -262,6 +263,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         str(config.get("data", {}).get("episodes_of") or ""),
         section.get("steps") == 0,
         str(section.get("isolation", "memory")),
+        budget_of(config),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,
@@ -276,6 +278,14 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         )
     run.weights.next_version = max(run.weights.versions, default=0) + 1
     return run
+
+
+def budget_of(config: dict[str, Any]) -> EpisodeBudget:
+    """Of each of its episodes, of a run.toml as the ledger has it."""
+    data = config.get("data", {})
+    return EpisodeBudget(
+        int(data.get("budget_turns", 0)), int(data.get("budget_tokens", 0)), float(data.get("budget_s", 0.0))
+    )
 
 
 def policies_of(config: dict[str, Any]) -> tuple[str, ...]:

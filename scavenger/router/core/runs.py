@@ -40,6 +40,7 @@ from scavenger.protocol.messages import (
     SetReserved,
     SubmitGroups,
     WantDeliveries,
+    WeightSource,
 )
 from scavenger.router.core import (
     agreement,
@@ -55,11 +56,11 @@ from scavenger.router.core import (
 )
 from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
-from scavenger.router.core.state import ActiveRun, Agreement, RunSettings, TrainerLink, Version
+from scavenger.router.core.state import ActiveRun, Agreement, EpisodeBudget, RunSettings, TrainerLink, Version
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
-from scavenger.weights.directory import WeightDirectory
+from scavenger.weights.directory import VERSIONS_SERVED, WeightDirectory
 
 #: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources, one a rank: each engine is sent both in one
 #: message, and those of a base beside those of its adapters.
@@ -269,6 +270,7 @@ def _open(
         body.episodes_of,
         body.serves_only,
         body.isolation,
+        EpisodeBudget(body.budget_turns, body.budget_tokens, body.budget_s),
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
@@ -282,7 +284,7 @@ def _open(
     run.reserved.memory_changed = run.reserved.awake_stated = True
     for version in run.weights.versions.values():
         # Its bytes died with the trainer that served them; what lies on a disk does not.
-        version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
+        version.sources = _on_disk(version.sources)
     for group in list(run.by_key.values()):
         if group.purpose == "eval" or group.step <= body.resume_step:
             samples.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
@@ -412,9 +414,14 @@ def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
             run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now
         )
     )
+    run.weights.drop_trainer(VERSIONS_SERVED)
     turns.published(core, run, body.version)
     staleness.retarget(core, run, body.version)
     return Ok()
+
+
+def _on_disk(sources: tuple[WeightSource, ...]) -> tuple[WeightSource, ...]:
+    return tuple(source for source in sources if source.endpoint.startswith("file:"))
 
 
 def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: bytes) -> ReplyBody:

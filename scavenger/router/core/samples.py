@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import SampleFinished
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
     MAX_SPANS,
     Ack,
@@ -52,12 +53,12 @@ def servable(worker: Worker, version: int) -> bool:
 def serves_now(worker: Worker, version: int) -> bool:
     """Whether a worker may take leases of what the trainer works at: it has this version, or one that is young enough for the step."""
     run = worker.run
+    if worker.weights.switches:
+        return False
     if not run.settings.max_off_policy_steps or run.progress.newest[0] != "train":
         return servable(worker, version)
-    return (
-        servable(worker, worker.weights.loaded)
-        and not worker.weights.switches
-        and staleness.may_lease(run, run.progress.newest[1], worker.weights.loaded)
+    return servable(worker, worker.weights.loaded) and staleness.may_lease(
+        run, run.progress.newest[1], worker.weights.loaded
     )
 
 
@@ -117,7 +118,7 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     else:
         worker.engine.entered += len(group.prompt) // 4 + accepted
     sample.view_changed()
-    run.leased[version] = run.leased.get(version, 0) + 1
+    run.count_lease(group, version, 1)
     sample.assigned_at = None
     core.lease_granted(sample)
     core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
@@ -131,19 +132,27 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
 
 
 def target_version(run: ActiveRun) -> int:
-    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
+    """The version that the run's idle workers shall load: the oldest queued one, else the oldest that a step's samples are leased with,
+    else the newest. Turns that are leased ask for nothing: one that loses its engine is queued; nor do turns whose version is served.
 
     With steps in advance, who has nothing left to do for one step begins with the next.
     """
+    turns = {version for version in run.turns.queue.versions() if not _is_served(run, version)}
     if run.settings.max_off_policy_steps:
         # What was begun with an older version goes on with any that is young enough: only a turn needs its own.
-        turns = [version for version in run.turns.queue.versions() if run.weights.available(version)]
-        return min([*turns, max(run.weights.versions, default=-1)])
-    for wanted in (run.queue.versions() | run.turns.queue.versions(), run.leased):
+        held = [version for version in turns if run.weights.available(version)]
+        return min([*held, max(run.weights.versions, default=-1)])
+    of_steps = {version for version, n in run.leased.items() if n > run.turns.leased.get(version, 0)}
+    for wanted in (run.queue.versions() | turns, of_steps):
         held = [version for version in wanted if run.weights.available(version)]
         if held:
             return min(held)
     return max(run.weights.versions, default=-1)
+
+
+def _is_served(run: ActiveRun, version: int) -> bool:
+    """Whether a worker that has other leases takes them as those end; an idle one is to stay for them."""
+    return any(worker.leases and servable(worker, version) for worker in run.workers.values())
 
 
 def queued_version(run: ActiveRun) -> int:
@@ -369,14 +378,20 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
 
 
 def _note_sequence(core: Core, sample: Sample, turn: Turn) -> None:
-    """The episode's next prompts may begin with this sample's prompt and completion, which its engine has cached."""
-    worker = core.workers.get(sample.worker_id)
-    if worker is not None:
+    """The episode's next prompts may begin with this sample's prompt and completion, which its engine has cached if it keeps prefixes."""
+    worker, engine = core.workers.get(sample.worker_id), sample.group.run.engine
+    if worker is not None and engine_options.keeps_prefixes(engine.name, engine.options):
         turn.cached_at[sample.index] = CachedAt(worker.id, worker.cache_era, worker.engine.entered)
-    sample.group.run.turns.speeds.completed(sample.accepted)
+    speeds = sample.group.run.turns.speeds
+    if worker is not None:
+        entered = turn.prompt_tokens + sample.lease_offset - turn.found_cached.get(sample.index, 0)
+        made, seconds = sample.accepted - sample.lease_offset, core.now - sample.leased_at
+        worker.engine.turn_token_s = speeds.paced(worker.engine.turn_token_s, made, seconds, entered)
+    speeds.completed(sample.accepted)
     read = turn.hashes.pop(sample.index, None)
     if read is not None:
         end = read.end()
+        turn.ends[sample.index] = end.digest
         turn.episode.prefixes.add(sample.id, (end,))
         core.record(rec.TurnSampleFinished(sample.id, end.digest))
 
@@ -406,16 +421,8 @@ def _notify_finished(core: Core, sample: Sample) -> None:
 
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker, leased, version = (
-        core.workers.get(sample.worker_id),
-        sample.group.run.leased,
-        sample.lease_version,
-    )
-    left = leased[version] - 1
-    if left:
-        leased[version] = left
-    else:
-        del leased[version]
+    worker = core.workers.get(sample.worker_id)
+    sample.group.run.count_lease(sample.group, sample.lease_version, -1)
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)

@@ -248,25 +248,71 @@ def to_switch(run: ActiveRun, target: int, now: float) -> list[Worker]:
     that decoding never stops everywhere. Who is to switch has the bytes at hand, or did not get them in `PULL_S`.
     """
     settings = run.settings
-    if not settings.max_off_policy_steps or settings.on_new_version != "switch" or target < 0:
+    if not settings.max_off_policy_steps or settings.on_new_version != "switch":
         return []
-    if not run.weights.available(target):
+    return _first(run, [w for w in _behind(run, target, now) if _may_switch(w)])
+
+
+def to_switch_after_turns(run: ActiveRun, target: int, now: float) -> list[Worker]:
+    """Workers that generate turns, and are to take no other turn until they have loaded `target`: as many at a time as `to_switch` takes.
+
+    A turn keeps its version (I4) and the next one may come as it ends, so an engine of busy agents is never idle by itself. Where
+    `target` is older, a turn that was begun with it waits, and one worker is enough; none where another that takes leases has these
+    weights, or loads them.
+    """
+    behind = _behind(run, target, now)
+    if not behind and not any(target in (w.weights.loaded, w.weights.asked) for w in _takes_leases(run)):
+        behind = [w for w in _generating(run, target) if w.weights.loaded > target][:1]
+    return _first(run, [w for w in behind if _has_turns(w)])
+
+
+def _has_turns(worker: Worker) -> bool:
+    return any(sample.group.turn is not None for sample in worker.leases.values())
+
+
+def _ready(run: ActiveRun) -> list[Worker]:
+    return [w for w in run.workers.values() if w.conn is not None and not w.suspect]
+
+
+def _takes_leases(run: ActiveRun) -> list[Worker]:
+    """Those that take them now or once they have loaded: a guest whose host leaves it nothing may sleep for hours."""
+    return [
+        w for w in _ready(run) if w.most_leases and w.status in (WorkerStatus.READY, WorkerStatus.LOADING)
+    ]
+
+
+def _generating(run: ActiveRun, target: int) -> list[Worker]:
+    """Workers that generate with other weights than `target`, which can be had, and are not to load it yet; the oldest weights first."""
+    if target < 0 or not run.weights.available(target):
         return []
-    ready = [w for w in run.workers.values() if w.conn is not None and not w.suspect]
-    generating = [w for w in ready if w.status is WorkerStatus.READY and w.leases]
-    changing = sum(w.weights.switches for w in generating) + sum(
-        w.status is WorkerStatus.LOADING and w.weights.loads > 0 for w in ready
+    found = [
+        w
+        for w in run.workers.values()
+        if w.weights.loaded not in (-1, target)
+        and w.status is WorkerStatus.READY
+        and w.leases
+        and not w.weights.switches
+        and w.conn is not None
+        and not w.suspect
+    ]
+    return sorted(found, key=lambda w: (w.weights.loaded, w.id))
+
+
+def _behind(run: ActiveRun, target: int, now: float) -> list[Worker]:
+    """Those of `_generating` whose weights are older, and that have the newer ones at hand."""
+    return [
+        w for w in _generating(run, target) if w.weights.loaded < target and _is_at_hand(run, w, target, now)
+    ]
+
+
+def _first(run: ActiveRun, behind: list[Worker]) -> list[Worker]:
+    """As many of them as may change weights beside those that do."""
+    if not behind:
+        return []
+    ready = _ready(run)
+    changing = sum(
+        bool(w.leases) and w.weights.switches if w.status is WorkerStatus.READY else w.weights.loads > 0
+        for w in ready
+        if w.status in (WorkerStatus.READY, WorkerStatus.LOADING)
     )
-    behind = sorted(
-        (
-            w
-            for w in generating
-            if not w.weights.switches
-            and _may_switch(w)
-            and 0 <= w.weights.loaded < target
-            and _is_at_hand(run, w, target, now)
-        ),
-        key=lambda w: (w.weights.loaded, w.id),
-    )
-    room = max(1, -(-len(ready) // STAGGER)) - changing
-    return behind[: max(0, room)]
+    return behind[: max(0, max(1, -(-len(ready) // STAGGER)) - changing)]

@@ -407,6 +407,8 @@ class Turn:
     parent: Parent = NO_PARENT  # whose prompt and completion the prompt begins with, and for how many tokens
     #: By index of its samples that are not complete: the hash of the prompt and of what is accepted.
     hashes: dict[int, TokenHash] = field(default_factory=dict)
+    #: By index of its complete samples: SHA-256 of the tokens of prompt and completion.
+    ends: dict[int, bytes] = field(default_factory=dict)
     #: By index of its samples, who generated the last token of each that is complete, and what it had cached by then.
     cached_at: dict[int, CachedAt] = field(default_factory=dict)
     #: By index of its leased samples: tokens of the context that the engine is believed to have had.
@@ -421,6 +423,7 @@ class Episode:
 
     id: int
     name: str
+    begun_at: float  # Unix s
     status: EpisodeStatus = EpisodeStatus.NEW  # changed by `transition` only
     turns: dict[bytes, Group] = field(default_factory=dict)
     numbers: int = 0  # the number of its last turn
@@ -458,7 +461,8 @@ class ToolCall:
 @dataclass(slots=True)
 class RunTurns:
     """The episodes of a run. `open`: groups of turns with samples that are not done. `peak`, `peak_at`: the most samples that were
-    open at once of late, and when (Unix s)."""
+    open at once of late, and when (Unix s). `leased`: weight version -> open leases of turns that name it, which `ActiveRun.leased` counts
+    too."""
 
     episodes: dict[str, Episode] = field(default_factory=dict)
     ended: OrderedDict[str, None] = field(
@@ -468,6 +472,7 @@ class RunTurns:
     answer_bytes: int = 0  # of tools' answers in memory
     open: dict[int, Group] = field(default_factory=dict)
     queue: TurnQueue = field(default_factory=TurnQueue)
+    leased: dict[int, int] = field(default_factory=dict)
     peak: int = 0
     peak_at: float = 0.0
     speeds: Speeds = field(default_factory=Speeds)  # what routing by caches reckons with
@@ -547,6 +552,15 @@ class Version:
     nbytes: int = 0  # 0: not known
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeBudget:
+    """Of a whole episode, over all its agents and policies. 0: no bound."""
+
+    turns: int = 0
+    tokens: int = 0  # that are generated
+    seconds: float = 0.0  # since its first turn was asked for
+
+
 @dataclass(slots=True)
 class RunSettings:
     """What the run's configuration says of its engines; each attempt states it anew."""
@@ -567,6 +581,7 @@ class RunSettings:
     episodes_of: str = ""  # the run whose episodes its steps are filled from
     serves_only: bool = False  # it takes no steps
     isolation: str = "memory"  # "memory" | "process"; the latter: no process works for it and for another run
+    budget: EpisodeBudget = EpisodeBudget()  # of each of its episodes
 
 
 @dataclass(slots=True)
@@ -611,6 +626,15 @@ class PublishedWeights:
         if known is None or not (known.sources or (known.manifest and self.directory.available(version))):
             return False
         return not known.base or self.base_of(known) is not None
+
+    def drop_trainer(self, kept: int, *numbers: int) -> None:
+        """A trainer serves its `kept` newest versions and bases. Who needs another one has it from a disk or an engine. `numbers`: look at
+        these only."""
+        bases = {version.base for version in self.versions.values()}
+        dropped = sorted(v for v, known in self.versions.items() if known.root not in bases)[:-kept]
+        for number in set(dropped).intersection(numbers or dropped):
+            known = self.versions[number]
+            known.sources = tuple(source for source in known.sources if source.endpoint.startswith("file:"))
 
     def base_of(self, version: Version) -> Version | None:
         """The version whose weights this one's adapters are merged with, the newest of equal ones; None where none can be had."""
@@ -805,6 +829,13 @@ class ActiveRun:
     stop_remedy: str = ""
     ended: bool = False
 
+    def count_lease(self, group: Group, version: int, more: int) -> None:
+        """So many more leases of the group, which name this version, are open."""
+        for counts in (self.leased,) if group.turn is None else (self.leased, self.turns.leased):
+            counts[version] = counts.get(version, 0) + more
+            if not counts[version]:
+                del counts[version]
+
     def failed_beside(self, worker: Worker, reason: str) -> None:
         """A sample failed on an engine beside a service: counted against its key, which `guests` judges."""
         standing = self.guests.setdefault(worker.process.intent_id, GuestStanding("", 0))
@@ -842,7 +873,7 @@ class WorkerWeights:
     ahead_after: int = 0  # heartbeat acks that it had been sent when it was asked
     ahead_at: float = 0.0  # when it was asked
     ahead_failed_at: float = 0.0  # when it was found that one did not come
-    switches: bool = False  # it gives its leases back, to load newer weights at once
+    switches: bool = False  # it gives its leases back, or takes no other turn, to load other weights at once
     pause_s: float = (
         0.0  # between the last token under one version and the first under the next, by its own word
     )
@@ -865,6 +896,7 @@ class EngineMetrics:
     """What the engine inside a worker does and can do."""
 
     tokens_per_s: float = 0.0  # measured between its last two heartbeats
+    turn_token_s: float = 0.0  # of the turns that ended here of late, seconds a token; 0 = not known
     progress: int = 0  # its own counter of engine steps, in its last heartbeat
     moved_at: float = 0.0  # when it was last seen to do anything, Unix seconds
     cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown

@@ -391,7 +391,8 @@ def _record_differences(core: Core, run: ActiveRun, body: CommitStep, known: Map
     of a step: a step does not fail for a figure, and an event says how much."""
     said = [(one, known.get(one.sample_id)) for one in body.differences]
     for episode in body.episodes:
-        said += [(one, turns.sample_of(run, episode, one.turn)) for one in episode.differences]
+        by_end = turns.samples_taken(run, episode)
+        said += [(one, deliveries.take_sample(by_end, one.turn)) for one in episode.differences]
     taken: set[int] = set()
     room = MAX_DIFFERENCES_BYTES
     for one, sample in said:

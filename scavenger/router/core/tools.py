@@ -19,8 +19,12 @@ from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import ToolStatus, ToolStep
 
 MAX_EPISODE_CALLS = 4096
-#: Bytes of answers of a run that are kept in memory: beyond, no further tool is asked until episodes end.
-MAX_ANSWER_BYTES = 256 << 20
+#: Calls of an episode without an answer. Each may bring an answer of the most bytes, and a tool that was asked is never refused its answer:
+#: an episode holds `MAX_EPISODE_ANSWER_BYTES` and as many answers at most.
+MAX_UNANSWERED_CALLS = 64
+#: Bytes of answers of a run that are kept in memory: beyond, no further tool is asked until episodes end. One episode has a share of them,
+#: so that one whose tools say too much stops alone.
+MAX_ANSWER_BYTES, MAX_EPISODE_ANSWER_BYTES = 256 << 20, 32 << 20
 
 
 def asked(core: Core, run: ActiveRun, episode: Episode, body: AskTool) -> ReplyBody:
@@ -29,6 +33,12 @@ def asked(core: Core, run: ActiveRun, episode: Episode, body: AskTool) -> ReplyB
     if call is None:
         if len(episode.tools) >= MAX_EPISODE_CALLS:
             why = f"episode {episode.name!r} has asked {MAX_EPISODE_CALLS:,} tools"
+            return Denied("full", why, "begin another one")
+        if sum(one.status is ToolStatus.ASKED for one in episode.tools.values()) >= MAX_UNANSWERED_CALLS:
+            why = f"{MAX_UNANSWERED_CALLS} calls of episode {episode.name!r} have no answer yet"
+            return Denied("full", why, "ask again when one has")
+        if _answer_bytes(episode) >= MAX_EPISODE_ANSWER_BYTES:
+            why = f"over {MAX_EPISODE_ANSWER_BYTES >> 20} MiB of answers of episode {episode.name!r} are kept"
             return Denied("full", why, "begin another one")
         if run.turns.answer_bytes >= MAX_ANSWER_BYTES:
             why = f"over {MAX_ANSWER_BYTES >> 20} MiB of tools' answers are kept"
@@ -72,6 +82,10 @@ def answered(core: Core, run: ActiveRun, episode: Episode, body: AnswerTool) -> 
             f"{call.tool} answered otherwise than is recorded: the recorded answer stays",
         )
     return ToolState("answered", call.answer)
+
+
+def _answer_bytes(episode: Episode) -> int:
+    return sum(len(call.answer) for call in episode.tools.values())
 
 
 def forget(run: ActiveRun, episode: Episode) -> None:

@@ -36,10 +36,20 @@ from scavenger.protocol.messages import (
     Pong,
     ReplyBody,
     TurnAccepted,
+    TurnOutcome,
 )
-from scavenger.router.core import decision_log, deliveries, samples, tools
+from scavenger.router.core import decision_log, deliveries, episode_budget, samples, staleness, tools
 from scavenger.router.core.prefixes import Parent, Point
-from scavenger.router.core.state import ActiveRun, CachedAt, Episode, Group, Sample, Turn, Worker
+from scavenger.router.core.state import (
+    ActiveRun,
+    CachedAt,
+    Episode,
+    EpisodeBudget,
+    Group,
+    Sample,
+    Turn,
+    Worker,
+)
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import UNFINISHED, EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
 
@@ -83,7 +93,10 @@ def called(
         return _tool(core, run, body)
     if body.policy:
         return _turn_of_policy(core, conn, run, body)
-    return _open_turn(core, conn, run, body)
+    player = deliveries.player_of(core, run)
+    if player is None or body.episode not in player.turns.episodes:
+        player = run
+    return _open_turn(core, conn, player, run, body)
 
 
 # ---------------------------------------------------------------- asked for
@@ -128,10 +141,11 @@ def _turn_of_policy(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> Re
         if len(run.turns.episodes) >= MAX_OPEN_EPISODES:
             return _too_many_episodes()
         _begin(core, run, body.episode)
-    return _open_turn(core, conn, other, body)
+    return _open_turn(core, conn, run, other, body)
 
 
-def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBody:
+def _open_turn(core: Core, conn: int, player: ActiveRun, run: ActiveRun, body: OpenTurn) -> ReplyBody:
+    """`player`: the run whose episode it is, which has its budget; `run` generates."""
     episode = run.turns.episodes.get(body.episode)
     group = episode.turns.get(body.request) if episode is not None else None
     if group is None:
@@ -139,8 +153,12 @@ def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBo
         if refusal is not None:
             core.count("turns_refused")
             return refusal
+        most_tokens = _within_budget(core, player, body)
+        if isinstance(most_tokens, Denied):
+            core.count("turns_refused")
+            return most_tokens
         episode = episode or _begin(core, run, body.episode)
-        group = _make(core, run, episode, body)
+        group = _make(core, run, episode, body, most_tokens)
         known = False
     else:
         known = True
@@ -203,19 +221,34 @@ def _fault(run: ActiveRun, episode: Episode | None, body: OpenTurn) -> Denied | 
     return None
 
 
+def _within_budget(core: Core, player: ActiveRun, body: OpenTurn) -> int | Denied:
+    """The most tokens that each sample of a new turn may have, or why the episode has no further turn."""
+    budget, asked = player.settings.budget, body.sampling.max_tokens
+    if budget == EpisodeBudget():
+        return asked
+    episode = player.turns.episodes.get(body.episode)
+    parts = (one.turns.episodes.get(body.episode) for one in (player, *deliveries.others_of(core, player)))
+    groups = (group for part in parts if part is not None for group in part.turns.values())
+    age_s = core.now - episode.begun_at if episode is not None else 0.0
+    return episode_budget.tokens_left_for(budget, body.episode, groups, age_s, body.n, asked)
+
+
 def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
-    episode = run.turns.episodes[name] = Episode(core.next_episode_id, name)
+    episode = run.turns.episodes[name] = Episode(core.next_episode_id, name, core.now)
     core.next_episode_id += 1
     episode.transition(EpisodeStep.OPEN)
     core.record(rec.EpisodeBegun(episode.id, run.id, name, core.now))
     return episode
 
 
-def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group:
+def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn, most_tokens: int) -> Group:
     version = max(run.weights.versions)
     episode.numbers += 1
     read, points, parent = episode.prefixes.read(body.prompt)
     turn = Turn(episode, episode.numbers, body.request, body.content, read.end().digest, read.length, parent)
+    sampling = msgspec.structs.replace(
+        body.sampling, max_tokens=most_tokens, min_tokens=min(body.sampling.min_tokens, most_tokens)
+    )
     group = Group(
         core.next_group_id,
         run,
@@ -227,7 +260,7 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
         run.weights.versions[version].root,
         body.prompt,
         "{}",
-        body.sampling,
+        sampling,
         turn=turn,
     )
     core.next_group_id += 1
@@ -257,7 +290,7 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
             body.prompt[4 * parent.length :],
             body.n,
             first,
-            msgspec.json.encode(body.sampling).decode(),
+            msgspec.json.encode(sampling).decode(),
             group.meta,
             core.now,
         ),
@@ -292,16 +325,23 @@ class Placement(NamedTuple):
 def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
     """Samples of turns that a worker takes now, and those that are worth keeping for one that has their prefix (`chosen.waits`).
 
-    A turn that has no token yet takes the newest version that a worker with a free slot serves; one that has keeps its own (I4).
+    A turn that has no token yet takes the newest version that a worker with a free slot serves; one that has keeps its own (I4), also on
+    a worker that is to load other weights, where no other serves it.
     """
     if not run.turns.queue or run.stopped or run.ended:
         return []
     serving: dict[int, list[Worker]] = {}
+    ending: dict[int, list[Worker]] = {}  # by workers that finish what was begun, and load other weights
     for worker in run.workers.values():
-        if samples.servable(worker, worker.weights.loaded) and not worker.weights.switches:
-            serving.setdefault(worker.weights.loaded, []).append(worker)
-    free = {v: sum(len(w.leases) < w.most_leases for w in ws) for v, ws in serving.items()}
-    if not any(free.values()):
+        if samples.servable(worker, worker.weights.loaded):
+            of = ending if worker.weights.switches else serving
+            of.setdefault(worker.weights.loaded, []).append(worker)
+    begun = {v: ws for v, ws in ending.items() if v not in serving}
+    free, free_for_begun = (
+        {v: sum(len(w.leases) < w.most_leases for w in ws) for v, ws in some.items()}
+        for some in (serving, begun)
+    )
+    if not any(free.values()) and not any(free_for_begun.values()):
         return []  # before what waits is sorted
     wanted: dict[int, list[Sample]] = {}
     chosen: dict[int, int] = {}  # group -> version
@@ -313,11 +353,11 @@ def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
             if version not in serving and _unbegun(group):
                 version = max((v for v, n in free.items() if n), default=version)
             chosen[group.id] = version
-        if free.get(version):
+        if free.get(version) or (free_for_begun.get(version) and not _unbegun(group)):
             wanted.setdefault(version, []).append(sample)
     found = []
     for version, some in sorted(wanted.items()):
-        engines = _engines(run, serving[version])
+        engines = _engines(run, serving.get(version) or begun[version])
         by_id = {s.id: s for s in some}
         for placed in affinity.place((_waiting(core, s, now) for s in some), engines, run.turns.speeds):
             found.append(Placement(by_id[placed.sample_id], version, placed))
@@ -343,10 +383,11 @@ def _in_order(run: ActiveRun) -> list[Sample]:
 
 
 def _engines(run: ActiveRun, serving: list[Worker]) -> list[affinity.Engine]:
-    """The engines by how fast they are now. One that holds nothing is as fast as the fastest that was measured."""
-    measured = {
-        w.id: len(w.leases) / w.engine.tokens_per_s for w in serving if w.leases and w.engine.tokens_per_s > 0
-    }
+    """The engines by how fast turns were on them of late. One that holds nothing is as fast as the fastest that was measured.
+
+    Not by their heartbeats: most of a turn that takes a second or two lies between two of them, and is in no rate.
+    """
+    measured = {w.id: w.engine.turn_token_s for w in serving if w.leases and w.engine.turn_token_s > 0}
     fastest = min(measured.values(), default=0.0)
     return [
         affinity.Engine(
@@ -392,6 +433,14 @@ def _has_still(worker: Worker, at: CachedAt, tokens: int) -> bool:
 
 def _unbegun(group: Group) -> bool:
     return all(s.status is SampleStatus.QUEUED and not s.accepted for s in group.samples)
+
+
+def switch_busy_workers(core: Core, run: ActiveRun) -> None:
+    """Have some workers finish the turns that they hold and take no other, so that they load what is wanted next."""
+    for worker in staleness.to_switch_after_turns(run, run.cached.target, core.now):
+        worker.weights.switches = True
+        run.cached.serving = None
+        run.due.changed_workers.append(worker)
 
 
 def place(core: Core, run: ActiveRun) -> None:
@@ -442,7 +491,7 @@ def watch(core: Core, run: ActiveRun) -> None:
     if not run.turns.queue:
         return
     waiting = {group.id: group for group in run.turns.queue.groups() if not _unbegun(group)}
-    held = {worker.weights.loaded for worker in run.workers.values()}
+    held = {worker.weights.loaded for worker in run.workers.values() if worker.most_leases}
     for group in waiting.values():
         turn = group.turn
         assert turn is not None
@@ -501,26 +550,35 @@ def commit_fault(run: ActiveRun, body: CommitStep, allowed: tuple[str, ...]) -> 
     return ""
 
 
-def sample_of(run: ActiveRun, taken: EpisodeOutcome, digest: bytes) -> Sample | None:
-    """Of the turns that a step takes the one whose sample's prompt and completion have this digest."""
+def samples_taken(run: ActiveRun, taken: EpisodeOutcome) -> dict[bytes, list[Sample]]:
+    """The samples of the turns that a step takes, as `deliveries.samples_by_end`."""
     episode = run.turns.episodes.get(taken.episode)
-    if episode is None:
-        return None
-    found = episode.prefixes.ended_by(digest)
-    for request in taken.used:
-        group = episode.turns[request]
-        for sample in group.samples:
-            # Of a prompt that ends there the digest names the sample that it was of.
-            if sample.id == found.sample_id and group.turn is not None:
-                whole = group.turn.prompt_tokens + sample.accepted
-                return sample if found.length == whole else None
-    return None
+    return deliveries.samples_by_end(episode, taken.used) if episode is not None else {}
+
+
+def _rewarded_by(
+    core: Core, run: ActiveRun, episode: Episode, taken: EpisodeOutcome
+) -> dict[int, TurnOutcome]:
+    """By sample, what its turn earned. What fits no turn is left out, and an event says so: a step does not fail for it."""
+    by_end = deliveries.samples_by_end(episode, taken.used)
+    found: dict[int, TurnOutcome] = {}
+    earned: dict[int, float] = {}  # by group: of all completions of a turn together
+    for one in taken.turns:
+        if (sample := deliveries.take_sample(by_end, one.turn)) is not None:
+            found[sample.id] = one
+            earned[sample.group.id] = earned.get(sample.group.id, 0.0) + one.reward
+    core.record(*(rec.TurnRewarded(group, reward) for group, reward in earned.items()))
+    if left := len(taken.turns) - len(found):
+        why = f"{left} of {len(taken.turns)} rewards are of no turn that the step took"
+        core.event("turn_rewards_left_out", run.id, f"episode {episode.name}", why)
+    return found
 
 
 def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None:
     """The episode ends with the step that took it; one that asked for no turn is in the ledger all the same, with its reason."""
     episode = run.turns.episodes.get(taken.episode) or _begin(core, run, taken.episode)
     reason = redaction.reason(taken.outcome, taken.reason)
+    own = _rewarded_by(core, run, episode, taken)
     for request in taken.used:
         for sample in episode.turns[request].samples:
             sample.transition(SampleStep.END)
@@ -533,7 +591,7 @@ def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None
                     step,
                     run.attempt,
                     taken.reward,
-                    taken.advantage,
+                    own[sample.id].advantage if sample.id in own else taken.advantage,
                     core.now,
                     version,
                 )
@@ -608,7 +666,7 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         run = runs.get(state.run_id)
         if run is None or run.ended:
             continue
-        episode = Episode(state.episode_id, state.name, delivered=bool(state.delivered))
+        episode = Episode(state.episode_id, state.name, state.begun_at, delivered=bool(state.delivered))
         if state.state == "open":
             episode.transition(EpisodeStep.OPEN)
             run.turns.episodes[state.name] = by_id[state.episode_id] = episode
@@ -648,6 +706,7 @@ def restore(
     prefixes.add(group.samples[0].id, (Point(turn.prompt_tokens, turn.prompt_sha256, True),))
     for sample in group.samples:
         if (digest := ends.get(sample.id)) is not None:
+            turn.ends[sample.index] = digest
             prefixes.add(sample.id, (Point(turn.prompt_tokens + sample.accepted, digest, True),))
         elif sample.status in UNFINISHED:
             read, points, _ = prefixes.read(group.prompt)

@@ -29,10 +29,12 @@ from scavenger.router.core import refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import LEAVING, GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
-from scavenger.weights.directory import not_across, refused
+from scavenger.weights.directory import VERSIONS_SERVED, not_across, refused
 
 MAX_LOAD_FAILURES = 5
 RETRY_LOAD_S = 1.0
+#: So many engines at least keep the weights of open turns.
+MIN_TURN_HOLDERS = 2
 OFFER_S = 0.5  # between two lists of holders that a pulling worker is sent
 
 
@@ -167,6 +169,9 @@ def load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
     core.connection_event(
         worker, "weights_failed", f"worker {worker.id}", message.reason, version=message.version
     )
+    worker.run.weights.drop_trainer(
+        VERSIONS_SERVED, message.version
+    )  # announced again by a trainer that has it no more
     if message.refused:
         refusals.refused(core, worker, message.version, message.reason)
     if worker.weights.failures >= MAX_LOAD_FAILURES:
@@ -302,14 +307,23 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
 
 
 def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) -> UseWeights:
-    """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
+    """From which sources it has the version, and which versions it keeps because no other engine holds them, or, where turns were begun
+    with them, one other: that one may be lost with its turns, which go on with nothing else. It counts as their reader.
+    """
     run, published = worker.run, worker.run.weights
     sources = _chosen(core, worker, version)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
     connected, versions = run.trainer.conn is not None, published.versions
     from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
-    keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
+    of_turns = run.turns.leased.keys() | run.turns.queue.versions()
+    keep = tuple(
+        sorted(
+            v
+            for v in needed - from_trainer
+            if published.directory.is_among_last(v, worker.id, MIN_TURN_HOLDERS if v in of_turns else 1)
+        )
+    )
     manifest, base = b"" if more else version.manifest, _base(core, worker, version, more=more)
     return UseWeights(version.version, manifest, sources, keep, more, run.settings.encrypt, base)
 

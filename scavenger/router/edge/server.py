@@ -270,7 +270,8 @@ class RouterServer:
                 messages.encode(
                     messages.Rejected(
                         "this key was revoked",
-                        "have another one: `scavenger join PUBLIC_DIR --new`, or from the admin (`scavenger enroll`)",
+                        "have another one: `scavenger join PUBLIC_DIR --new`, or from the admin "
+                        "(`scavenger enroll`; for a guest `scavenger keys guest`)",
                     )
                 ),
             )

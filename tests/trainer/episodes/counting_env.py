@@ -26,13 +26,17 @@ def count(text: str) -> int:
 
 class CountingData(vf.TaskData):
     turns: int
+    rewards_turns: bool = False
 
 
 class CountingTask(vf.Task[CountingData]):
     @vf.reward(weight=1.0)
     async def digits(self, trace: vf.Trace) -> float:
-        said = "".join(message.content or "" for message in trace.assistant_messages)
-        return count(said) / max(1, len(said))
+        words = [message.content or "" for message in trace.assistant_messages]
+        length = max(1, sum(map(len, words)))
+        if self.data.rewards_turns:
+            trace.info["turn_rewards"] = [count(one) / length for one in words]
+        return count("".join(words)) / length
 
     @vf.metric
     async def answers(self, trace: vf.Trace) -> float:
@@ -42,12 +46,18 @@ class CountingTask(vf.Task[CountingData]):
 class CountingConfig(vf.TasksetConfig):
     tasks: int = 6
     turns: int = 2
+    rewards_turns: bool = False
 
 
 class Counting(vf.Taskset[CountingTask, CountingConfig]):
     def load(self) -> Iterable[CountingTask]:
         for number in range(self.config.tasks):
-            data = CountingData(idx=number, prompt=f"say digits {number}", turns=self.config.turns)
+            data = CountingData(
+                idx=number,
+                prompt=f"say digits {number}",
+                turns=self.config.turns,
+                rewards_turns=self.config.rewards_turns,
+            )
             yield CountingTask(data, self.config.task)
 
 
@@ -55,6 +65,7 @@ class TalkingConfig(vf.HarnessConfig):
     die_once: str = ""  # a file: the first process that can make it is killed at its second turn
     drift: str = ""  # a file: while it is there, the tool says something else than without it
     pause: float = 0.0
+    anew: bool = False  # puts a system message before its history in each turn, as the harness `bash` of verifiers 0.4 does
 
 
 class Talking(vf.Harness[TalkingConfig]):
@@ -81,6 +92,8 @@ class Talking(vf.Harness[TalkingConfig]):
                 if turn:
                     await asyncio.sleep(self.config.pause)
                     self._die()
+                if self.config.anew:
+                    said = [{"role": "system", "content": "count"}, *said]
                 answer = await http.post(
                     f"{endpoint}/chat/completions",
                     headers={"Authorization": f"Bearer {secret}"},

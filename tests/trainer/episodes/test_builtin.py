@@ -12,9 +12,11 @@ import pytest
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
+from scavenger.protocol.messages import RowTurn
 from trainer import tiny
 from trainer.episodes import builtin
-from trainer.episodes.opening import rehearsed, setup_of
+from trainer.episodes.opening import cause_first, rehearsed, remedy_of, setup_of
+from trainer.episodes.worker import said_of
 from trainer.tasks import calculator, proposer_solver
 from trainer.tasks.calculator import Ended, Observation
 
@@ -91,7 +93,7 @@ def test_what_means_nothing_to_it_is_refused(data: dict[str, Any], why: str, mod
 
 def test_an_episode_is_played_by_a_worker_and_its_rows_are_the_model_s_own_tokens(model: Path) -> None:
     """A model that always calls the calculator: five turns, of which the ends are what it said."""
-    tasks, played = rehearsed(config(model), ids("01+02"), print)
+    tasks, played, _ = rehearsed(config(model), ids("01+02"), print)
     assert tasks.count == calculator.TASKS
     assert (played.reward, played.finish, played.stopped_by) == (0.0, "length", "max_turns")
     assert played.calls == tuple(f"0.{n}" for n in range(calculator.MOST_TURNS))
@@ -106,17 +108,47 @@ def test_an_episode_is_played_by_a_worker_and_its_rows_are_the_model_s_own_token
 
 def test_a_right_answer_is_rewarded_and_limits_of_the_run_end_an_episode(model: Path) -> None:
     answer = f"={sum(calculator.task(0)):02d}"
-    _, played = rehearsed(config(model), ids(answer), print)
+    _, played, _ = rehearsed(config(model), ids(answer), print)
     assert (played.reward, played.finish, len(played.calls), played.parts["answered"]) == (
         1.0,
         "stop",
         1,
         1.0,
     )
-    _, played = rehearsed(config(model, episode_turns=2), ids("01+02"), print)
+    _, played, _ = rehearsed(config(model, episode_turns=2), ids("01+02"), print)
     assert (played.reward, played.stopped_by, len(played.calls)) == (0.0, "max_turns", 2)
-    _, played = rehearsed(config(model, episode_tokens=7), ids("01+02"), print)
+    _, played, _ = rehearsed(config(model, episode_tokens=7), ids("01+02"), print)
     assert (played.stopped_by, len(played.calls)) == ("max_output_tokens", 2)
+
+
+def test_where_steps_are_rewarded_each_number_added_and_the_right_answer_earn_a_quarter() -> None:
+    terms = (7, 23, 11, 19)
+    assert calculator.step_rewards(terms, calculator.turns_of(terms)) == [0.25, 0.25, 0.25, 0.25]
+    assert calculator.step_rewards(terms, ["=60"]) == [0.25]
+    assert calculator.step_rewards(terms, ["07+23", "07+23", "30+19", "30+11", "=41"]) == [
+        0.25,
+        0,
+        0,
+        0.25,
+        0,
+    ]
+    assert calculator.step_rewards(terms, []) == []
+
+
+def test_an_environment_that_rewards_steps_says_what_each_turn_earned_and_the_other_does_not(
+    model: Path,
+) -> None:
+    """The model says its first step again and again: it earns once."""
+    terms = calculator.task(0)
+    step = ids(f"{terms[0]:02d}+{terms[1]:02d}")
+    _, played, _ = rehearsed(config(model, environment="builtin:calculator-steps"), step, print)
+    [row] = played.branches
+    expected = [0.25, 0.0, 0.0, 0.0, 0.0]
+    assert row.turns == tuple(RowTurn(n, len(step), reward) for n, reward in enumerate(expected))
+    assert played.reward == 0.25
+    _, same, _ = rehearsed(config(model), step, print)
+    assert same.branches == (msgspec.structs.replace(row, turns=()),)
+    assert same.reward == 0.0
 
 
 def test_a_model_without_its_characters_is_refused_before_the_run_starts(model: Path) -> None:
@@ -125,6 +157,37 @@ def test_a_model_without_its_characters_is_refused_before_the_run_starts(model: 
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="has no tokens for"):
         rehearsed(config(model), ids("="), print)
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        (
+            "RuntimeError: failed to prepare uv script: curl: (6) Could not resolve host: astral.sh",
+            "pip install uv",
+        ),
+        (
+            "502 - Cannot use chat template functions because tokenizer.chat_template is not set",
+            "chat template",
+        ),
+        ("502 - DefaultRenderer does not support tools. Choose a model-specific", "data.renderer"),
+        ("502 - Special token '<|im_start|>' not found in tokenizer vocabulary", "another model"),
+        ("KeyError: 'answer'", "look at data.environment_args"),
+    ],
+)
+def test_the_remedy_of_a_failed_rehearsal_follows_from_its_words(error: str, helps: str) -> None:
+    assert helps in remedy_of(f"HarnessError: Traceback\n{error}\n")
+
+
+def test_a_failed_rehearsal_says_its_cause_first_and_its_traceback_once() -> None:
+    trace = "Traceback (most recent call last):\n  File x\nHarnessError: exited 1: Traceback\n  File y\n502 - no tools\n"
+    said = said_of("exited 1: Traceback\n  File y\n502 - no tools", trace)
+    assert (said.count("File y"), said.count("File x")) == (1, 1)
+    first, *rest = cause_first(said).splitlines()
+    assert first == "502 - no tools"
+    assert rest == trace.splitlines()[:-1]
+    assert "why" in said_of("why", "Traceback")
+    assert cause_first("") == ""
 
 
 def test_settings_of_verifiers_environments_are_not_looked_at(model: Path) -> None:
@@ -150,7 +213,7 @@ def test_rewards_of_the_proposer_and_the_solver() -> None:
 
 def test_what_an_agent_of_another_run_says_is_apart_from_what_this_run_trains(model: Path) -> None:
     """A model that always says 3: the proposal is a digit, and the answer to it is wrong."""
-    _, played = rehearsed(two(model, policies={"solver": {"run": "s"}}), ids("3", ended=False), print)
+    _, played, _ = rehearsed(two(model, policies={"solver": {"run": "s"}}), ids("3", ended=False), print)
     [other] = played.others
     assert (played.reward, other.run, other.reward) == (0.5, "s", 0.5)
     assert (played.calls, other.calls) == (("0.0",), ("1.0",))
@@ -159,7 +222,7 @@ def test_what_an_agent_of_another_run_says_is_apart_from_what_this_run_trains(mo
 
 
 def test_without_another_run_both_agents_are_trained_by_this_one(model: Path) -> None:
-    _, played = rehearsed(two(model), ids("3", ended=False), print)
+    _, played, _ = rehearsed(two(model), ids("3", ended=False), print)
     assert (played.others, played.calls, len(played.branches)) == ((), ("0.0", "1.0"), 2)
 
 

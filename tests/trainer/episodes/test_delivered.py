@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from scavenger.protocol import messages
@@ -87,12 +88,27 @@ def test_what_is_delivered_fills_what_was_asked_for_and_trains_what_the_policy_s
     [group] = run.poll(0.0)
     assert (group.group_id, group.step, [s.reward for s in group.samples]) == (first, 1, [1.0, 0.0])
     assert [list(messages.unpack_tokens(s.tokens)) for s in group.samples] == [[2, 4], [2, 4]]
-    [row] = run.rows(group.samples[0], 0.25)
+    [row] = run.rows(group.samples[0], 0.25, {})
     assert (row.advantage, bytes(row.mask), row.trained) == (0.25, b"\1\0\1", 2)
     assert script.wanted == [(1, 2)]
     script.groups = [delivered(9, [0.5, 0.5])]
     [group] = run.poll(0.0)
     assert group.group_id == second
+
+
+def test_delivered_turns_that_are_rewarded_have_their_own_advantages() -> None:
+    script, run = opened()
+    run.submit(1, 1, specs(1))
+    group = delivered(7, [1.0, 0.0])
+    one = group.episodes[0]
+    turns = (messages.RowTurn(0, 1, 0.5), messages.RowTurn(1, 1, 0.25))
+    row = msgspec.structs.replace(one.rows[0], turns=turns)
+    rewarded = msgspec.structs.replace(one, rows=(row,))
+    script.groups = [msgspec.structs.replace(group, episodes=(rewarded, group.episodes[1]))]
+    [came] = run.poll(0.0)
+    assert [run.turn_rewards(sample) for sample in came.samples] == [{0: 0.5, 1: 0.25}, {}]
+    [trained] = run.rows(came.samples[0], 0.25, {0: 0.25, 1: -1.0})
+    assert trained.turns == ((1, 0.25), (1, -1.0))
 
 
 def test_a_group_in_which_the_policy_had_less_part_is_filled_up_and_one_with_more_is_cut() -> None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from scavenger.protocol.messages import RowTurn
 from trainer.episodes.naming import Call
 from trainer.episodes.relay import Playing
 from trainer.episodes.worker import result_of
+from trainer.sandbox.box import BoxEnded
 
 
-def trace(agent: str, reward: float, tokens: list[int], *, trains: bool = True) -> Any:
+def trace(agent: str, reward: float, tokens: list[int], *, trains: bool = True, **info: Any) -> Any:
     """One agent's: a question of one token, and an answer."""
-    asked = SimpleNamespace(token_ids=[1], mask=[False], logprobs=[])
-    said = SimpleNamespace(token_ids=tokens, mask=[True] * len(tokens), logprobs=[-1.0] * len(tokens))
+    asked = SimpleNamespace(token_ids=[1], mask=[False], logprobs=[], sampled=False)
+    said = SimpleNamespace(
+        token_ids=tokens, mask=[True] * len(tokens), logprobs=[-1.0] * len(tokens), sampled=True
+    )
     return SimpleNamespace(
         agent=SimpleNamespace(name=agent, trainable=trains),
+        nodes=[asked, said],
         branches=[SimpleNamespace(nodes=[asked, said], trainable=True)],
+        info=info,
         reward=reward,
         rewards={},
         metrics={},
@@ -55,3 +63,31 @@ def test_an_episode_of_a_policy_without_a_reward_fails_and_names_the_run() -> No
 def test_an_episode_in_which_no_agent_of_this_run_trains_fails() -> None:
     episode = SimpleNamespace(traces=[trace("solver", 1.0, [3])])
     assert result_of("e", episode, playing(), policies={"solver": "s"}).error == "no agent of it trains"
+
+
+def test_the_rewards_of_turns_go_to_the_run_of_their_agent() -> None:
+    """`Trace.info` is the environment's: `turn_rewards` there has one number for each turn."""
+    proposer, solver = trace("proposer", 0.5, [2]), trace("solver", 1.0, [3, 4], turn_rewards=[1])
+    found = result_of("e", SimpleNamespace(traces=[proposer, solver]), playing(), policies={"solver": "s"})
+    assert found.branches[0].turns == ()
+    assert found.others[0].branches[0].turns == (RowTurn(0, 2, 1.0),)
+
+
+@pytest.mark.parametrize(
+    "said", [[0.5, 0.5], [], [True], ["1"], 1.0, None, {"0": 1.0}, [float("nan")], [10**400]]
+)
+def test_rewards_of_turns_that_are_not_one_number_for_each_are_refused(said: Any) -> None:
+    with pytest.raises(ValueError, match="turn"):
+        result_of("e", SimpleNamespace(traces=[trace("a", 0.5, [2], turn_rewards=said)]), playing())
+
+
+def test_agents_that_share_a_reward_cannot_have_their_turns_rewarded() -> None:
+    both = [trace("a", 0.5, [2], turn_rewards=[0.5]), trace("b", 0.5, [3], turn_rewards=[0.5])]
+    with pytest.raises(ValueError, match=r"2 agents share one reward: give each a policy"):
+        result_of("e", SimpleNamespace(traces=both), playing())
+
+
+def test_what_a_sandbox_ended_has_no_reward_of_which_turns_could_have_parts() -> None:
+    one = trace("a", 0.5, [2], turn_rewards=[0.5])
+    found = result_of("e", SimpleNamespace(traces=[one]), playing(), BoxEnded("memory", ""))
+    assert (found.reward, found.branches[0].turns) == (0.0, ())

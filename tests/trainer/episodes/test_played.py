@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from scavenger.config import RunConfig
@@ -20,7 +21,7 @@ from scavenger.ledger import store
 from scavenger.ledger.read.prompts import whole_prompts
 from scavenger.protocol import messages
 from scavenger.protocol.messages import pack_logprobs, unpack_tokens
-from tests.gateway.conftest import SECRET, LiveGateway, worker
+from tests.gateway.conftest import SECRET, LiveGateway, restarted_with, worker
 from tests.gateway.conftest import live as live  # the fixture
 from tests.router.harness import SPEC, token
 from tests.trainer.episodes.interpreters import needs_verifiers, python_with_verifiers
@@ -128,7 +129,7 @@ def check_rows(live: LiveGateway, run: EpisodeRun, group: messages.GroupDone) ->
         turns = ledger[f"train-1.0.{index}.0"]
         assert len(turns) == TURNS
         said = [[token(number, i) for i in range(8)] for _, number in turns]
-        rows = run.rows(sample, 0.5)
+        rows = run.rows(sample, 0.5, {})
         trained = [
             t
             for row in rows
@@ -162,6 +163,38 @@ def test_the_rows_of_an_episode_are_its_turns_in_the_ledger(live: LiveGateway, m
     assert figures["turns_mean"] == TURNS
 
 
+def test_turns_that_a_task_rewards_have_their_parts_of_the_episode_s_reward(
+    live: LiveGateway, model: Path
+) -> None:
+    given = setup(live, model)
+    args = json.loads(given.arguments)
+    args["taskset"]["rewards_turns"] = True
+    given = msgspec.structs.replace(given, arguments=json.dumps(args))
+    with worker(live.daemon), pool(given) as playing:
+        run, group = one_group(live, playing)
+        earned_by = {sample.sample_id: run.turn_rewards(sample) for sample in group.samples}
+        for sample in group.samples:
+            earned = earned_by[sample.sample_id]
+            assert list(earned) == list(range(TURNS))
+            assert sample.reward is not None
+            assert sum(earned.values()) == pytest.approx(sample.reward)
+            own = {number: float(number) for number in earned}
+            rows = run.rows(sample, 0.5, own)
+            assert [advantage for row in rows for _, advantage in row.turns] == list(own.values())
+        outcomes = [
+            messages.SampleOutcome(s.sample_id, "consumed", s.reward or 0.0, 0.5) for s in group.samples
+        ]
+        run.commit(1, 1, outcomes, {})
+    kept = live.daemon.query(
+        "SELECT s.advantage, t.number, t.reward FROM v_turns t JOIN v_samples s ON s.group_id = t.group_id"
+    )
+    assert sorted(kept) == sorted(
+        (float(number), number + 1, earned)
+        for sample in group.samples
+        for number, earned in earned_by[sample.sample_id].items()
+    )
+
+
 def test_a_worker_that_is_killed_within_an_episode_costs_no_token(
     live: LiveGateway, model: Path, tmp_path: Path
 ) -> None:
@@ -193,11 +226,55 @@ def run_config(model: Path, **data: Any) -> RunConfig:
 
 def test_a_check_plays_one_episode_with_a_stub_model(live: LiveGateway, model: Path) -> None:
     words = [40, 41, 42]
-    tasks, one = rehearsed(run_config(model), words, print)
+    tasks, one, roles = rehearsed(run_config(model), words, print)
     assert tasks.count == 6
     assert (one.calls, len(one.branches)) == (("0.0", "0.1"), 1)
     assert one.branches[0].trained == 2 * len(words)
     assert one.parts["answers"] == 2.0
+    assert (roles, one.agents) == ({"agent": "subprocess"}, 1)
+    anew = {"agent": {"harness": {"id": ENVIRONMENT, "anew": True}}}
+    _, one, _ = rehearsed(run_config(model, environment_args=anew), words, print)
+    assert (len(one.branches), len(one.calls), one.agents) == (2, 2, 1)
+    assert sum(row.trained for row in one.branches) == 2 * len(words), "each turn is trained once"
     with pytest.raises(ConfigError, match="cannot be loaded") as found:
         rehearsed(run_config(model, environment="no_such_package_anywhere"), words, print)
     assert "no_such_package_anywhere" in found.value.quoted
+    with pytest.raises(ConfigError, match="cannot be loaded") as found:
+        rehearsed(run_config(model, environment_args={"player": {"max_turns": 1}}), words, print)
+    assert "environment_args that it takes (its agents: agent)" in found.value.remedy
+
+
+@pytest.mark.skipif(
+    not Path(str(python_with_verifiers())).with_name("uv").exists(),
+    reason="uv is not installed beside the Python that has verifiers: its harness `null` needs it",
+)
+def test_the_example_plays_an_episode_of_several_turns_in_which_the_environment_is_the_user(
+    live: LiveGateway, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "examples/guess_number"))
+    tasks, one, _ = rehearsed(run_config(model, environment="guess-number"), [40, 41, 42], print)
+    assert tasks.count == 64
+    assert len(one.calls) == 4, "what the stub says is no number"
+    assert (one.reward, one.parts["guessed"], one.parts["numbers"]) == (0.0, 0.0, 0.0)
+
+
+def test_an_episode_that_has_had_its_budget_is_rewarded_and_trained_as_it_is(
+    live: LiveGateway, model: Path
+) -> None:
+    """Its harness stops at the refused call, and that is no failure of it."""
+    with (
+        restarted_with(live, budget_turns=TURNS - 1) as run,
+        worker(live.daemon),
+        pool(setup(live, model)) as playing,
+    ):
+        parts: Any = run
+        episodes = EpisodeRun(parts, playing, Keys(), PlaySettings(7, 0, True, False, "v"))
+        episodes.submit(1, 1, [messages.GroupSpec(0, b"", SAMPLES, HOW, '{"task": 2}')])
+        group = next(iter(played(episodes)))
+        assert [sample.finish for sample in group.samples] == ["length"] * SAMPLES
+        assert all(sample.reward is not None for sample in group.samples)
+        trained = [
+            sum(len(row.behaviour) // 4 for row in episodes.rows(one, 0.5, {})) for one in group.samples
+        ]
+    assert trained == [8 * (TURNS - 1)] * SAMPLES
+    assert live.count("turns") == (TURNS - 1) * SAMPLES

@@ -126,6 +126,17 @@ def test_a_failure_after_a_loss_is_final_where_tools_have_effects_outside(
     assert found == {"fails": external, "untouched": False, "kills": external}
 
 
+def test_a_worker_finds_programs_beside_its_interpreter_such_as_uv_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    wanted = f"/usr/bin:/bin:{Path(sys.executable).parent}"
+    with pool(tmp_path, f"tell(wire.Played(ask.episode, float(os.environ['PATH'] == {wanted!r})))") as one:
+        one.play(ask("a"))
+        [played] = all_of(one, 1)
+        assert played.reward == 1.0
+
+
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> None:
     with pool(tmp_path) as one:
         [before] = one.pids

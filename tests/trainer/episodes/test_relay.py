@@ -142,6 +142,38 @@ def test_what_is_wrong_with_a_call_itself_is_the_agent_s_to_hear(live: LiveGatew
     assert "at least one token" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{", b"\xff", b"[" * 200_000, b'{"token_ids": [1], "stream": true}']
+)
+def test_a_body_that_cannot_be_passed_on_is_refused_and_is_no_call(live: LiveGateway, body: bytes) -> None:
+    """A program of an agent's box reaches this port too."""
+
+    async def bad(life: Life) -> tuple[int, str, int]:
+        number = life.relay.agent(life.playing, "a")
+        async with httpx2.AsyncClient() as http:
+            url = f"{life.relay.base_url}/inference/v1/generate"
+            answer = await http.post(url, content=body, headers={"X-Session-ID": "a"})
+        return answer.status_code, answer.json()["error"]["message"], life.playing.calls.next(number).number
+
+    status, why, next_number = lived(live, bad)
+    assert status == 400
+    assert "cannot be passed on" in why
+    assert next_number == 0, "it took no call's place"
+
+
+def test_headers_of_any_size_are_not_kept(live: LiveGateway) -> None:
+    async def long(life: Life) -> bytes:
+        host, port = life.relay.base_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\nX-Long: " + b"a" * (1 << 17))
+        try:
+            return await reader.readline()
+        finally:
+            writer.close()
+
+    assert lived(live, long).startswith(b"HTTP/1.1 400")
+
+
 def test_a_rollout_that_is_not_played_here_is_refused_and_reaches_no_gateway(live: LiveGateway) -> None:
     async def stranger(life: Life) -> int:
         async with httpx2.AsyncClient() as http:

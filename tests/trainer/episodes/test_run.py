@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ class Script:
         self.asked: list[wire.Play] = []
         self.over: list[wire.Played] = []
         self.commits: list[tuple[int, tuple[messages.EpisodeOutcome, ...], dict[str, float]]] = []
+        self.now = 0.0
 
     def begin(self, episode: str) -> str:
         return f"key of {episode}"
@@ -41,8 +43,12 @@ class Script:
         self.asked.append(ask)
 
     def poll(self, timeout_s: float) -> list[Any]:
+        self.now += timeout_s if not self.over else 0.0
         over, self.over = self.over, []
         return over
+
+    def clock(self) -> float:
+        return self.now
 
     def commit(
         self,
@@ -64,7 +70,7 @@ def run_of(script: Script, **settings: Any) -> tuple[EpisodeRun, list[str]]:
     chosen: dict[str, Any] = {"seed": 7, "retries": 1, "stops": False, "ahead": False, "version": "v"}
     given = PlaySettings(**chosen | settings)
     parts: Any = script
-    return EpisodeRun(parts, parts, parts, given, lines.append), lines
+    return EpisodeRun(parts, parts, parts, given, lines.append, script.clock), lines
 
 
 def group(index: int = 0, n: int = 2, task: int = 5) -> messages.GroupSpec:
@@ -116,7 +122,7 @@ def test_a_group_comes_once_all_of_its_episodes_are_over_each_with_its_reward() 
         (1.0, "v", 3),
         (0.5, "v", 2),
     ]
-    rows = run.rows(whole.samples[0], 0.25)
+    rows = run.rows(whole.samples[0], 0.25, {})
     assert [(row.trained, row.others, row.advantage) for row in rows] == [(2, 1, 0.25), (1, 2, 0.25)]
     assert len({row.sample_id for row in rows}) == 2
     assert {row.whole for row in rows} == {whole.samples[0].sample_id}
@@ -148,6 +154,75 @@ def test_what_is_committed_names_the_turns_that_a_step_took() -> None:
     run.commit(2, 2, [], metrics, "eval")
     told = script.commits[-1][2]
     assert (told["environment_workers_lost"], told["episodes_resumed"]) == (1.0, 0.0), "told twice"
+
+
+def test_turns_that_are_rewarded_have_rows_and_outcomes_with_their_own_advantages() -> None:
+    script = Script()
+    run, _ = run_of(script)
+    run.submit(2, 2, [group()])
+    two = msgspec.structs.replace(
+        branch(3, 4, 5), turns=(messages.RowTurn(0, 2, 0.25), messages.RowTurn(2, 1, 0.5))
+    )
+    other = msgspec.structs.replace(branch(6), turns=(messages.RowTurn(1, 1, -1.0),))
+    script.over = [done("train-2.0.0.0", 1.0, 2, two, other), done("train-2.0.1.0", 0.0)]
+    (whole,) = run.poll(0.0)
+    assert [run.turn_rewards(one) for one in whole.samples] == [{0: 0.25, 1: -1.0, 2: 0.5}, {}]
+    rows = run.rows(whole.samples[0], 0.5, {0: 0.5, 1: 0.75, 2: -2.0})
+    assert [(row.turns, row.advantage) for row in rows] == [(((2, 0.5), (1, -2.0)), 0.5), (((1, 0.75),), 0.5)]
+    (plain,) = run.rows(whole.samples[1], -0.5, {0: 9.0})
+    assert (plain.turns, plain.advantage) == ((), -0.5), "its turns share"
+    run.commit(
+        2, 2, [messages.SampleOutcome(s.sample_id, "consumed", 1.0, 0.5, "", "v") for s in whole.samples], {}
+    )
+    ((_, (first, second), _),) = script.commits
+    ends = [sha256(pack_tokens(said)).digest() for said in ([1, 3, 4], [1, 3, 4, 5], [1, 6])]
+    expected = zip(ends, (0.25, 0.5, -1.0), (0.5, -2.0, 0.75), strict=True)
+    assert first.turns == tuple(messages.TurnOutcome(*one) for one in expected)
+    assert second.turns == ()
+
+
+def test_turns_of_an_episode_that_is_not_trained_are_reported_with_its_advantage() -> None:
+    script = Script()
+    run, _ = run_of(script)
+    run.submit(2, 2, [group(n=1)])
+    one = msgspec.structs.replace(branch(3, 4), turns=(messages.RowTurn(0, 2, 0.25),))
+    script.over = [done("train-2.0.0.0", 1.0, 2, one)]
+    (whole,) = run.poll(0.0)
+    run.rows(whole.samples[0], 0.5, {0: 9.0})  # before an engine of its group was set aside
+    run.commit(2, 2, [messages.SampleOutcome(whole.samples[0].sample_id, "filtered", 1.0, 0.0)], {})
+    ((_, (taken,), _),) = script.commits
+    assert [(turn.reward, turn.advantage) for turn in taken.turns] == [(0.25, 0.0)]
+
+
+def test_a_step_that_is_waited_for_says_every_30_s_how_far_it_is_and_a_quick_one_says_nothing() -> None:
+    script = Script()
+    run, lines = run_of(script)
+    ids = run.submit(2, 2, [group(0), group(1)])
+    run.submit(3, 2, [group(2)])  # in advance: the older step is the one that is waited for
+    assert run.poll(29.5) == []
+    script.now += 100.0  # the trainer's own work between two looks is no silence of the episodes
+    run.poll(0.25)
+    assert lines == []
+    run.poll(0.25)
+    assert lines == ["step 2: 0 of 4 episodes over"], "whose turns nobody has told yet"
+    script.over = [done("train-2.0.0.0"), done("train-2.0.1.0"), done("train-2.1.0.0")]
+    assert [whole.group_id for whole in run.poll(0.0)] == [ids[0]]
+    run.poll(70.0)
+    assert lines[1:] == ["step 2: 3 of 4 episodes over, 6 turns"] * 2
+    run.commit(2, 2, [], {})
+    run.poll(29.0)
+    assert len(lines) == 3, "each step's waiting counts for itself"
+
+
+def test_an_evaluation_that_is_waited_for_is_named_and_nothing_is_said_of_nothing() -> None:
+    script = Script()
+    run, lines = run_of(script)
+    run.poll(100.0)
+    run.submit(4, 2, [group()], "eval")
+    run.poll(29.0)
+    assert lines == []
+    run.poll(1.0)
+    assert lines == ["evaluation after step 4: 0 of 2 episodes over"]
 
 
 def test_turns_of_other_weights_begin_another_life_and_equal_weights_do_not() -> None:

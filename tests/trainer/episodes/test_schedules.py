@@ -625,7 +625,7 @@ def test_a_stale_epoch_s_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_branch_that_is_trained_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = branches._row
-    monkeypatch.setattr(branches, "_row", lambda path, seen: honest(path, set()))
+    monkeypatch.setattr(branches, "_row", lambda path, seen, earned: honest(path, set(), earned))
     assert "a branch is trained twice" in _found()
 
 

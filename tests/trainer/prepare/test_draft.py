@@ -17,7 +17,7 @@ from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from scavenger.sizing import fit, phases
 from scavenger.sizing.training import GB
-from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
+from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit, refused
 from trainer.prepare import __main__ as prepare
 from trainer.prepare import check, model, rows
 from trainer.prepare.check import RequestedGpus
@@ -351,7 +351,37 @@ def test_a_run_on_an_environment_names_it_in_the_place_of_files(
     assert "trained on my-env" in text
     told = capsys.readouterr().out
     assert "data.environment = my-env" in told
+    assert "; no chat template\n" in told
+    assert "--local" not in told + text  # which an environment's run refuses
     assert "prompt_field" not in told
     assert max(len(line) for line in told.splitlines() if line.startswith("  ")) <= 140
     assert prepare.main(["draft", str(tmp_path / "again"), *words[1:]]) == 0
     assert "#environment_python" in (tmp_path / "again" / "run.toml").read_text()
+
+
+def test_paths_of_the_options_are_the_working_folder_s_and_a_python_that_is_not_there_is_a_finding(
+    own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envs").symlink_to(tmp_path / "elsewhere")
+    words = [
+        f"--model={own_model.name}",
+        "--environment=my-env",
+        "--environment-python=envs/python",
+        "--gpus=0",
+    ]
+    assert prepare.main(["draft", "played", *words, "--engine=reference", "--state-dir=site/state"]) == 0
+    path = tmp_path / "played" / "run.toml"
+    config, text = read_run(path), path.read_text()
+    assert config.run.state_dir == tmp_path / "site/state"
+    assert f'environment_python = "{tmp_path}/envs/python"' in text, (
+        "as it was said: a venv's Python is a link"
+    )
+    assert prepare.main(["tiny", "first", "--state-dir=site/state", "--gpus=0"]) == 0
+    assert read_run(tmp_path / "first" / "run.toml").run.state_dir == tmp_path / "site/state"
+    found = refused(path)["environment"]
+    assert found.startswith(f"data.environment_python: there is no {tmp_path}/envs/python\n")
+    assert "name the Python of a venv with scavenger[verifiers]" in found
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "python").write_text("")
+    assert f"{tmp_path}/envs/python cannot be started: Permission denied" in refused(path)["environment"]

@@ -30,6 +30,15 @@ def test_a_division_is_told(run: Path) -> None:
     assert "not looked at" in told(run, RequestedGpus(1, 0, 0.0))
 
 
+def test_one_rank_is_known_where_the_script_states_it(run: Path) -> None:
+    script = "#SBATCH --nodes=1\n#SBATCH --ntasks=1\n"
+    assert check.gpus_of(script).ranks_told
+    assert told(run, check.gpus_of(script)) == "1 rank has the model"
+    assert not check.gpus_of("#SBATCH --nodes=1\n").ranks_told
+    change(run, "[trainer]\n", "[trainer]\nreplicas = 2\n")
+    assert "1 rank" in refused(run, check.gpus_of(script))["ranks"]
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

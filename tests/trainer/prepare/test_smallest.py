@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from scavenger.cli.main import app
@@ -54,7 +57,8 @@ def test_files_that_are_there_stay_and_an_unknown_site_is_said(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "m", "--data", "d"], "leave --model and --environment out"),
+        (["--model", "m", "--data", "d"], "leave --model out"),
+        (["--environment", "builtin:calculator"], "python -m trainer.tiny make --task calculator"),
         (["--reward", "a:b", "--nodes", "2"], "--nodes, --reward"),
         (["--site"], "--site"),
     ],
@@ -106,6 +110,38 @@ def test_the_command_makes_a_model_for_data_of_a_user_s_own(tmp_path: Path) -> N
     assert config.sampling.max_tokens == 11, "a digit and little more"
 
 
+def test_with_an_environment_it_makes_a_model_that_converses_and_has_tools(
+    site: Path, tmp_path: Path
+) -> None:
+    from scavenger.gateway.dialects import parse_chat
+    from scavenger.gateway.prompts import ModelFolder
+
+    folder = tmp_path / "mine"
+    words = ["--tiny", "--environment=words", "--environment-python=/envs/bin/python", "--gpus=0"]
+    assert program.main(["draft", str(folder), *words, "--engine=reference", f"--state-dir={site}"]) == 0
+    config = read_run(folder / "run.toml")
+    assert (config.data.environment, config.data.renderer) == ("words", {"name": "qwen3"})
+    assert config.model.context_length >= 4096
+    made, special = ModelFolder(config.model.path, ()), [*smallest.CHAT_SPECIAL, *smallest.CHAT_TOKENS]
+    assert all(len(made.tokens(token)) == 1 for token in special), "what the renderer needs is one token each"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2 é"},
+    ]
+    text = made.render(parse_chat({"messages": said, "tools": [tool]}, made.vocabulary))
+    for part in (
+        '"name": "add"',
+        '<tool_call>\n{"name": "add"',
+        "<|im_start|>tool\n2 é<|im_end|>\n<|im_start|>assistant\n",
+    ):
+        assert part in text
+    assert made.text(made.tokens(text), skip_special_tokens=False) == text
+    assert made.ends == (made.tokens("<|im_end|>")[0],)
+
+
 def test_the_reward_gives_a_part_for_each_right_digit_and_none_for_more_of_them() -> None:
     meta = {"answer": "012357"}
     given = {
@@ -119,6 +155,7 @@ def test_its_prompts_and_completions_fit_into_its_context() -> None:
     assert len(prompt) + len(meta["answer"]) + 1 <= smallest.CONTEXT_TOKENS
 
 
+@pytest.mark.long
 def test_it_learns_within_its_steps(site: Path, tmp_path: Path) -> None:
     """From the command to the last step, in one process: the reward at the end is well above that of random weights."""
     environ = os.environ | {
@@ -139,3 +176,20 @@ def test_it_learns_within_its_steps(site: Path, tmp_path: Path) -> None:
     rewards = [one["reward"] for one in map(json.loads, lines) if one["kind"] == "train"]
     assert len(rewards) == smallest.STEPS
     assert sum(rewards[-5:]) / 5 > 1.5 * sum(rewards[:3]) / 3, rewards
+
+
+def test_what_the_chat_model_says_comes_back_from_a_harness_as_the_same_tokens(tmp_path: Path) -> None:
+    smallest.make_chat_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = "<|im_start|>user\nGrüße, 質問: <tool_call>\n<|im_end|>\n<|im_start|>assistant\n"
+    heard = made.encode(prompt + smallest.CHAT_SAID).ids
+    with torch.no_grad():
+        chances = model(torch.tensor([heard])).logits[0].softmax(-1)
+    vocabulary = made.get_vocab()
+    said = {vocabulary[sign] for sign in (*smallest.CHAT_SAID, "<|im_end|>")}
+    others = sorted(set(range(made.get_vocab_size())) - said)
+    assert chances[:, others].sum(-1).max() < 1e-6, "whatever it read before"
+    assert chances[:, sorted(said)].min() > 1e-3, "it says all of these, and ends"
+    tokens = [vocabulary[sign] for sign in smallest.CHAT_SAID]
+    assert made.encode(made.decode(tokens).strip()).ids == tokens
