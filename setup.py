@@ -59,6 +59,8 @@ EXTRAS = {
     "math": MATH,
     "lora": LORA,
     "gateway": GATEWAY,
+    # scavenger/guest/proxy.py. vLLM brings all of it.
+    "guest": [*GATEWAY, "httpx2>=2.0"],
     "top": TOP,
     "web": GATEWAY,
     "otel": OTEL,

@@ -1,6 +1,6 @@
 """A guest beside a real `vllm serve` on this machine: time within the objective with and without it, and slack used.
 
-    python -m benchmarks.serving_live [--rounds 3] [--seconds 36] [--factor 2] [--load 0.3] [--burst 0.8] [--most 8]
+    python -m benchmarks.serving_live [--rounds 3] [--seconds 36] [--factor 2] [--load 0.3] [--burst 0.8] [--most 8] [--proxy]
 
 One `vllm serve` gets open-loop Poisson arrivals (`open_loop.py`): most of a round at `--load` of what it can do at once, a burst of an
 eighth of the round at `--burst`, and an eighth of silence. What it can do is measured first, then its objective: `--factor` times the p99s
@@ -9,6 +9,9 @@ of a round of the same kind that it has alone. Then each round plays the same ar
     alone   no guest
     guest   `scavenger guest` with that objective
     free    `scavenger guest` with an objective of an hour, which only a burst cuts: what a guest costs that nobody holds back
+
+With `--proxy` all requests, of each arm and of the calibration, go through `scavenger guest-proxy`, whose page the guests read, five times
+a second; what it adds to the service's latencies is told first.
 
 Guests have vLLM engines, of a run without other engines, and of one model as large as the service's. Who is not in turn is stopped
 (SIGSTOP). Latencies are the clients', from when a request was due.
@@ -29,8 +32,10 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +47,7 @@ from benchmarks import agents, open_loop
 from benchmarks.open_loop import Asked, Reply
 from scavenger.cluster import processes
 from scavenger.demo.site import DemoSite
+from scavenger.guest.service import PROXY_METRICS
 from scavenger.policy.serving import Objective
 from scavenger.simulate.serving import (
     Interference,
@@ -140,6 +146,31 @@ def capacity(url: str, options: argparse.Namespace) -> float:
     return len(replies) / max(reply.ended_s for reply in replies)
 
 
+def alone(url: str, rate: float, options: argparse.Namespace) -> tuple[float, float]:
+    """p99 TTFT and TPOT of a round without a guest, seconds."""
+    asked = open_loop.poisson(phases(options, rate), seed=0, tokens=TOKENS)
+    return p99s(outcome_of(asyncio.run(open_loop.play(url, asked)), options.seconds))
+
+
+@contextlib.contextmanager
+def proxied(url: str, folder: Path) -> Iterator[str]:
+    """The address of a proxy before the service."""
+    argv = [sys.executable, "-m", "scavenger", "guest-proxy", "--service", url]
+    with (
+        (folder / "proxy.err").open("wb") as log,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.match(r"serves (\S+);", line)
+            if found is None:
+                raise SystemExit(f"the proxy did not start: {(folder / 'proxy.err').read_text()[-1000:]}")
+            yield found[1]
+        finally:
+            process.kill()
+
+
 # ---------------------------------------------------------------- guests
 
 
@@ -149,8 +180,8 @@ def guest(
 ) -> Iterator[Guest]:
     """A guest whose engine has held samples, and that is stopped."""
     log = site.dir / f"{name}.out"
-    most = ("--engine", "vllm", "--most", str(options.most))
-    with guests.hosted(site, url, log, *most, objective=objective, name=name) as process:
+    given = ["--engine", "vllm", "--most", str(options.most), *(("--poll", "0.2") if options.proxy else ())]
+    with guests.hosted(site, url, log, *given, objective=objective, name=name) as process:
         pids: tuple[int, ...] = ()
         try:
             play.wait_for(
@@ -329,6 +360,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--factor", type=float, default=2.0, help="objective over the p99s alone")
     parser.add_argument("--load", type=float, default=0.3, help="of what the service can do")
     parser.add_argument("--burst", type=float, default=0.8)
+    parser.add_argument("--proxy", action="store_true", help="the guest reads exact latencies from a proxy")
     parser.add_argument("--most", type=int, default=8, help="samples of the guest")
     parser.add_argument("--sequences", type=int, default=16, help="that the service runs at once")
     parser.add_argument("--hidden", type=int, default=256)
@@ -349,10 +381,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         service = entered.enter_context(agents.vllm_alone(model, folder, sizes))
         capacity(service.url, options)  # warm
         rate = capacity(service.url, options)
-        alone = asyncio.run(
-            open_loop.play(service.url, open_loop.poisson(phases(options, rate), seed=0, tokens=TOKENS))
-        )
-        ttft, tpot = p99s(outcome_of(alone, options.seconds))
+        url, told = service.url, service.url  # where requests go, and what the guests read
+        ttft, tpot = alone(url, rate, options)
+        if options.proxy:
+            direct = f"{rate:.1f} requests/s at most, p99 TTFT {1e3 * ttft:.1f} ms, TPOT {1e3 * tpot:.2f} ms"
+            url = entered.enter_context(proxied(service.url, folder))
+            told = url + PROXY_METRICS
+            rate = capacity(url, options)
+            ttft, tpot = alone(url, rate, options)
+            print(f"without the proxy: {direct}", flush=True)
         objective = Objective(options.factor * ttft, options.factor * tpot)
         text = f"ttft_p99={1e3 * options.factor * ttft:.3f}ms tpot_p99={1e3 * options.factor * tpot:.3f}ms"
         print(
@@ -365,10 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         unobtrusive(site.daemon_pid)
         those = {
-            arm: entered.enter_context(guest(site, service.url, arm, words, options))
+            arm: entered.enter_context(guest(site, told, arm, words, options))
             for arm, words in (("guest", text), ("free", FREE))
         }
-        met = tell(compare(site, service.url, objective, rate, those, options), objective, options)
+        met = tell(compare(site, url, objective, rate, those, options), objective, options)
         print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if met else 1
 

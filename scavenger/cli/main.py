@@ -24,6 +24,7 @@ from scavenger.cli import (
     environment_worker,
     gateway,
     guest,
+    guest_proxy,
     harvester,
     init,
     join,
@@ -70,6 +71,7 @@ app.command()(drain.drain)
 app.command()(gateway.gateway)
 app.command()(environment_worker.environment_worker)
 app.command()(guest.guest)
+app.command()(guest_proxy.guest_proxy)
 app.command()(slurm_proxy.slurm_proxy)
 app.command()(harvester.harvester)
 app.command()(top.top)

@@ -1,4 +1,4 @@
-"""What an inference service says of itself at /metrics: its latencies and its queue, by vLLM's names and by SGLang's. Pure.
+"""What an inference service says of itself at /metrics: its latencies and its queue, by the names of vLLM, SGLang and our proxy. Pure.
 
 A histogram counts since the server began. What an interval's requests met is the difference of two readings, `since`. A quantile of it is
 interpolated within a bucket as Prometheus's `histogram_quantile` does; beyond the last bound it is infinite, so that it is never too small.
@@ -66,7 +66,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReading:
-    """One reading of /metrics, over all engines and models of the server. `tokens`: that it generated since it began."""
+    """One reading of /metrics, over all engines and models of the server. `tokens`: that it generated since it began. `oldest_s`: age of
+    the oldest request that has no token yet; 0 where the server does not say it."""
 
     server: str
     ttft: Histogram
@@ -74,11 +75,12 @@ class ServiceReading:
     waiting: int
     running: int
     tokens: float
+    oldest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """`tpot`: the first that is there. Counters as the text has them."""
+    """`tpot`: the first that is there. Counters as the text has them. `oldest`: "" where the server has none."""
 
     server: str
     waiting: str
@@ -86,12 +88,24 @@ class _Names:
     tokens: str
     ttft: str
     tpot: tuple[str, ...]
+    oldest: str = ""
 
     @property
     def all(self) -> frozenset[str]:
         buckets = (f"{name}_bucket" for name in (self.ttft, *self.tpot))
-        return frozenset((self.waiting, self.running, self.tokens, *buckets))
+        return frozenset((self.waiting, self.running, self.tokens, self.oldest, *buckets)) - {""}
 
+
+#: What `proxy.py` says of the service behind it.
+PROXY = _Names(
+    "scavenger guest-proxy",
+    "scavenger_service_requests_waiting",
+    "scavenger_service_requests_running",
+    "scavenger_service_generation_tokens_total",
+    "scavenger_service_time_to_first_token_seconds",
+    ("scavenger_service_inter_token_latency_seconds",),
+    "scavenger_service_oldest_waiting_seconds",
+)
 
 #: vLLM 0.32, vllm/v1/metrics/loggers.py; releases before 0.10 called the time between tokens `time_per_output_token_seconds`. SGLang:
 #: docs.sglang.io, "Production Metrics", of a server with --enable-metrics; its older releases had `time_per_output_token_seconds` too.
@@ -113,11 +127,12 @@ SERVERS = (
         "sglang:time_to_first_token_seconds",
         ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
     ),
+    PROXY,
 )
 
 
 def parse(page: bytes) -> ServiceReading:
-    """A reading of a vLLM or SGLang server's page. Raises `ServiceError`: too large, malformed, or of no such server."""
+    """A reading of the page of a vLLM or SGLang server, or of our proxy. Raises `ServiceError`: too large, malformed, of no such server."""
     if len(page) > MAX_PAGE_BYTES:
         raise ServiceError(
             f"the service's metrics have more than {MAX_PAGE_BYTES} bytes", "name the server's own /metrics"
@@ -132,7 +147,7 @@ def parse(page: bytes) -> ServiceReading:
         found = _samples(lines, names)
         if names.waiting in found and names.running in found:
             return _reading(found, names)
-    wanted = " or ".join(names.waiting for names in SERVERS)
+    wanted = " or ".join(names.waiting for names in SERVERS if names is not PROXY)
     raise ServiceError(
         f"the service's metrics have no {wanted}",
         "name the address of a vLLM server, or of an SGLang server that was started with --enable-metrics",
@@ -183,7 +198,8 @@ def _reading(found: Mapping[str, Sequence[Sample]], names: _Names) -> ServiceRea
                 f"this release knows {names.server}'s metrics by that name; report the server's release",
             )
     waiting, running = (round(_sum(found[name], names)) for name in (names.waiting, names.running))
-    return ServiceReading(names.server, ttft, tpot, waiting, running, tokens)
+    oldest_s = _sum(found[names.oldest], names) if names.oldest in found else 0.0
+    return ServiceReading(names.server, ttft, tpot, waiting, running, tokens, oldest_s)
 
 
 def _sum(samples: Sequence[Sample], names: _Names) -> float:

@@ -19,6 +19,9 @@ from scavenger.errors import ConfigError
 from scavenger.guest.metrics import MAX_PAGE_BYTES, ServiceError, ServiceReading, parse
 from scavenger.policy.serving import ServiceView
 
+#: The page of `proxy.py`, which passes every other path on.
+PROXY_METRICS = "/scavenger/metrics"
+
 
 class ServiceGone(ServiceError):
     """Nothing listens at the service's address."""
@@ -74,6 +77,8 @@ def _page(url: str, timeout_s: float) -> bytes:
             raise TimeoutError
         connection.request("GET", parts.path, headers={"Accept": "text/plain", "Connection": "close"})
         with connection.getresponse() as reply:
+            if reply.status == http.client.GONE:
+                raise ServiceGone(f"{url}: nothing listens behind this proxy", "start the service first")
             if reply.status != http.client.OK:
                 raise ServiceError(f"{url} replied {reply.status}", "name the server's own address")
             page = reply.read(MAX_PAGE_BYTES + 1)
@@ -122,4 +127,5 @@ class Window:
             max(most for _, _, most in list(kept)[1:]),
             reading.ttft.since(last.ttft).quantile(0.5),
             reading.tpot.since(last.tpot).quantile(0.5),
+            reading.oldest_s,
         )

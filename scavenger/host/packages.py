@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 
 from scavenger.errors import ConfigError
 
@@ -18,6 +19,8 @@ INSTALL = (
 
 #: What answers agents over HTTP: the extra `gateway`.
 GATEWAY = ("starlette", "uvicorn")
+#: What passes a service's requests on: the extra `guest`.
+PROXY = (*GATEWAY, "httpx2")
 
 
 def extra(name: str) -> str:
@@ -27,10 +30,19 @@ def extra(name: str) -> str:
 
 def require_gateway(what: str) -> None:
     """Raises `ConfigError` where this Python cannot run a gateway. `what`: calls one, such as "agents call a gateway"."""
-    if missing := [name for name in GATEWAY if importlib.util.find_spec(name) is None]:
+    _require(what, GATEWAY, "gateway")
+
+
+def require_proxy(what: str) -> None:
+    """Raises `ConfigError` where this Python cannot run a proxy. `what`: needs one."""
+    _require(what, PROXY, "guest")
+
+
+def _require(what: str, packages: Iterable[str], of_extra: str) -> None:
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"{what}, and this Python ({sys.executable}) has no {' and no '.join(missing)}",
-            f"add the extra gateway to it: {extra('gateway')}",
+            f"add the extra {of_extra} to it: {extra(of_extra)}",
         )
 
 

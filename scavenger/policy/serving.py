@@ -123,7 +123,8 @@ class ServiceView:
     """What the service's metrics say. Latencies in seconds; None: no token of that sort came.
 
     `ttft_p99_s`, `tpot_p99_s`: of the window. `ttft_now_s`, `tpot_now_s`: medians since the last view. `waiting`, `running`: requests at
-    this moment. `samples`: the most that the engine generated at once within the window, by its own word.
+    this moment. `samples`: the most that the engine generated at once within the window, by its own word. `oldest_s`: age of the oldest
+    request without a first token, 0 where nobody says it: its TTFT will be more.
     """
 
     ttft_p99_s: float | None
@@ -133,6 +134,7 @@ class ServiceView:
     samples: int
     ttft_now_s: float | None = None
     tpot_now_s: float | None = None
+    oldest_s: float = 0.0
 
 
 class Verdict(StrEnum):
@@ -224,7 +226,7 @@ def decide(
         return _unread(state, rules, now)
     waits_unserved = view.waiting > 0 and view.ttft_now_s is None
     wait_at = (state.read_at if state.wait_at is None else state.wait_at) if waits_unserved else None
-    waited_s = 0.0 if wait_at is None else now - wait_at
+    waited_s = max(view.oldest_s, 0.0 if wait_at is None else now - wait_at)
     prefill, decode = slacks(view, objective, waited_s)
     least = min(slack for slack in (prefill, decode) if slack is not None)
     state = replace(state, read_at=now, was_read=True, wait_at=wait_at)
@@ -365,7 +367,9 @@ def _figures(view: ServiceView, objective: Objective, waited_s: float) -> str:
     ):
         if promised is not None and value is not None:
             parts.append(f"p99 {name} {1e3 * value:.0f} of {1e3 * promised:.0f} ms")
-    if waited_s:
+    if waited_s > view.oldest_s:
         parts.append(f"none begun for {waited_s:.1f} s")
+    elif waited_s > (view.ttft_p99_s or 0.0):
+        parts.append(f"the oldest has no token for {1e3 * waited_s:.0f} ms")
     parts.append(f"{view.running} run, {view.waiting} wait")
     return ", ".join(parts)

@@ -160,10 +160,12 @@ def test_a_guest_that_is_killed_under_load_costs_the_service_no_request(tmp_path
         assert failures(asked) == []
 
 
-def test_the_benchmark_plays_each_arm_and_says_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    serving_live.main(
-        ["--rounds", "1", "--seconds", "8", "--hidden", "64", "--layers", "2", "--most", "2", "--factor", "5"]
-    )
+@pytest.mark.parametrize("proxy", [(), ("--proxy",)], ids=["metrics", "proxy"])
+def test_the_benchmark_plays_each_arm_and_says_what_came_of_it(
+    capsys: pytest.CaptureFixture[str], proxy: tuple[str, ...]
+) -> None:
+    sizes = ("--hidden", "64", "--layers", "2", "--most", "2", "--factor", "5")
+    serving_live.main(["--rounds", "1", "--seconds", "8", *sizes, *proxy])
     said = capsys.readouterr().out
     for arm in serving_live.ARMS:
         assert re.search(rf"round 1 {arm} *: [0-9]+ requests, 0 failed", said), said
