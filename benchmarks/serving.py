@@ -27,12 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger.policy import serving as policy
-from scavenger.policy.serving import Objective, ServiceView, ServingRules
+from scavenger.policy.serving import Objective, ServiceView, ServingDecision, ServingRules
 from scavenger.simulate.csvfile import read_csv, rows
 from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.presets import H100, QWEN3_8B, VLLM_H100
 from scavenger.simulate.serving import (
     Arrival,
+    Budget,
     Interference,
     ServingOutcome,
     p99,
@@ -49,22 +50,22 @@ TRACES = {"azure2023_conv": 1, "azure2023_code": 2, "mooncake_conversation": 8}
 INTERFERENCE = {"light": Interference(0.05, 0.01), "heavy": Interference(0.2, 0.04)}
 ENGINE = SimulatedEngine(QWEN3_8B, H100, VLLM_H100)
 RULES = ServingRules()
-Policy = Callable[[Objective], Callable[[ServiceView, float], int]]
+Policy = Callable[[Objective], Budget]
 
 
-def ours(objective: Objective) -> Callable[[ServiceView, float], int]:
+def ours(objective: Objective) -> Budget:
     state = policy.begin(RULES, 0.0)
 
-    def budget(view: ServiceView, now: float) -> int:
+    def budget(view: ServiceView, now: float) -> ServingDecision:
         nonlocal state
         decision = policy.decide(state, view, objective, RULES, now)
         state = decision.state
-        return decision.budget
+        return decision
 
     return budget
 
 
-def threshold(objective: Objective) -> Callable[[ServiceView, float], int]:
+def threshold(objective: Objective) -> Budget:
     def budget(view: ServiceView, _now: float) -> int:
         stated = [slack for slack in policy.slacks(view, objective) if slack is not None]
         return RULES.most if min(stated) > 0 else 0
@@ -72,7 +73,7 @@ def threshold(objective: Objective) -> Callable[[ServiceView, float], int]:
     return budget
 
 
-def idle_only(_objective: Objective) -> Callable[[ServiceView, float], int]:
+def idle_only(_objective: Objective) -> Budget:
     return lambda view, _now: 0 if view.running or view.waiting else RULES.most
 
 

@@ -32,7 +32,8 @@ import msgspec
 from scavenger.errors import ScavengerError
 from scavenger.guest import service
 from scavenger.guest.metrics import ServiceError
-from scavenger.guest.service import ServiceGone, Window
+from scavenger.guest.service import ServiceGone
+from scavenger.guest.window import Window
 from scavenger.policy import serving
 from scavenger.policy.serving import Objective, ServingDecision, ServingRules, Verdict
 from scavenger.protocol.worker.events import EXIT_DRAINED, EXIT_PREEMPTED
@@ -166,13 +167,24 @@ class EngineProcess:
     def code(self) -> int | None:
         return self._child.poll()
 
+    def _since_cut(self) -> EngineLine | None:
+        """What it said last, if it had heard of the cut then. What it said before says nothing of what it did with a budget since."""
+        said = self.said
+        return said if said is not None and self._cut is not None and said.heard >= self._cut else None
+
     def frees(self) -> bool:
-        """Whether its memory is free: it is gone, or it sleeps and had heard of the cut when it said so. That it slept before says nothing
-        of what it did with a budget since."""
+        """Whether its memory is free after a cut: it is gone, or it sleeps."""
+        said = self._since_cut()
+        return self.code() is not None or (said is not None and said.memory == "asleep")
+
+    def generating(self) -> int:
+        """Samples now, by its own word; 1 at least where a cut may not have reached it yet."""
         if self.code() is not None:
-            return True
-        heard = self.said is not None and self._cut is not None and self.said.heard >= self._cut
-        return heard and self.said is not None and self.said.memory == "asleep"
+            return 0
+        said = self._since_cut()
+        if said is not None:
+            return said.samples
+        return max(1, self.said.samples if self.said is not None else 0)
 
     def end(self) -> int:
         """Ask it to leave, and kill it when it does not. Returns its code."""
@@ -246,9 +258,9 @@ class GuestHost:
             try:
                 reading = service.fetch(options.url, max(1.0, options.poll_s))
                 seen, refused = True, 0
-                view = self._window.view(
-                    self._clock(), reading, self._engine.take_peak() if self._engine is not None else 0
-                )
+                engine = self._engine
+                peak, generating = (engine.take_peak(), engine.generating()) if engine is not None else (0, 0)
+                view = self._window.view(self._clock(), reading, peak, generating)
                 read = True
                 if view is None:
                     state = serving.first_read(state, self._clock())
@@ -270,6 +282,8 @@ class GuestHost:
             if view is not None or not read:
                 decision = serving.decide(state, view, options.objective, options.rules, now)
                 state = decision.state
+                if decision.window_anew:
+                    self._window.begin_anew()
                 self._count(decision)
                 self._tell(decision, now)
             code = self._look(now)

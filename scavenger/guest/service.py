@@ -1,6 +1,6 @@
-"""Asks a service for its metrics, once an interval, and keeps the readings that a window needs.
+"""Asks a service for its metrics, once an interval.
 
-Owns one HTTP request at a time, bounded in time and size, and what the differences of two readings say. Decides nothing.
+Owns one HTTP request at a time, bounded in time and size. Decides nothing.
 
 Boundary: HTTP to the service.
 """
@@ -12,12 +12,9 @@ import http.client
 import socket
 import threading
 import urllib.parse
-from collections import deque
-from dataclasses import dataclass, field
 
 from scavenger.errors import ConfigError
 from scavenger.guest.metrics import MAX_PAGE_BYTES, ServiceError, ServiceReading, parse
-from scavenger.policy.serving import ServiceView
 
 #: The page of `proxy.py`, which passes every other path on.
 PROXY_METRICS = "/scavenger/metrics"
@@ -95,37 +92,3 @@ def _page(url: str, timeout_s: float) -> bytes:
         connection.close()
         for one in opened:  # a reply to which the connection was left, and that never came
             one.close()
-
-
-@dataclass(slots=True)
-class Window:
-    """The readings of the last `window_s`, by when they were read, and the most samples of ours between two."""
-
-    window_s: float
-    _readings: deque[tuple[float, ServiceReading, int]] = field(default_factory=deque)
-
-    def view(self, now: float, reading: ServiceReading, peak: int) -> ServiceView | None:
-        """What is known now; None with the first reading, which has nothing to be compared with. `peak`: samples since the last one.
-
-        A reading is the first one too when the last is older than the window: this process was stopped, or the service could not be read.
-        What was counted meanwhile is not of the window.
-        """
-        kept = self._readings
-        if kept and now - kept[-1][0] > self.window_s:
-            kept.clear()
-        kept.append((now, reading, peak))
-        while len(kept) > 2 and kept[1][0] <= now - self.window_s:
-            kept.popleft()
-        if len(kept) < 2:
-            return None
-        first, last = kept[0][1], kept[-2][1]
-        return ServiceView(
-            reading.ttft.since(first.ttft).quantile(0.99),
-            reading.tpot.since(first.tpot).quantile(0.99),
-            reading.waiting,
-            reading.running,
-            max(most for _, _, most in list(kept)[1:]),
-            reading.ttft.since(last.ttft).quantile(0.5),
-            reading.tpot.since(last.tpot).quantile(0.5),
-            reading.oldest_s,
-        )

@@ -14,7 +14,8 @@ a budget: samples that may be generated beside the service. 0 means that the eng
     more, for `steady_s`                `raise_step` more each `raise_every_s`, up to the ceiling
 
 The p99s are of a window of half a minute or so: a p99 allows one request of a hundred to be late, and a second has only a few. A burst is
-seen at once: `burst_waiting` requests wait, or the median of the newest second is beyond the objective less the margin.
+seen at once: `burst_waiting` requests wait, or the median of the newest second is beyond the objective less the margin. When the
+samples of a cut have ended the window begins anew: what they slowed says nothing of the slack without them.
 
 Where the metrics cannot be read for `blind_s` it is 0 as well. A cut to 0 lowers the ceiling to `ceiling_cut` of the budget that was too
 much; it rises by a step for each `probe_s` in which it was reached.
@@ -124,7 +125,8 @@ class ServiceView:
 
     `ttft_p99_s`, `tpot_p99_s`: of the window. `ttft_now_s`, `tpot_now_s`: medians since the last view. `waiting`, `running`: requests at
     this moment. `samples`: the most that the engine generated at once within the window, by its own word. `oldest_s`: age of the oldest
-    request without a first token, 0 where nobody says it: its TTFT will be more.
+    request without a first token, 0 where nobody says it: its TTFT will be more. `generating`: samples at this moment, those of a cut that
+    the engine has not heard of yet included.
     """
 
     ttft_p99_s: float | None
@@ -135,6 +137,7 @@ class ServiceView:
     ttft_now_s: float | None = None
     tpot_now_s: float | None = None
     oldest_s: float = 0.0
+    generating: int = 0
 
 
 class Verdict(StrEnum):
@@ -162,6 +165,7 @@ class ServingState:
     `read_at`: when the metrics were last read; until `was_read`, when the guest began. `ceiling`: the budget beyond which the service was
     slow, or `ServingRules.most`. `ceiling_at`: since when it is reached and held.
     `steady_at`: since when there has been slack to raise by; None: there is none. `wait_at`: since when requests wait and none has begun.
+    `stopping`: a cut's samples may generate yet.
     """
 
     budget: int
@@ -175,16 +179,19 @@ class ServingState:
     ceiling_at: float | None = None
     wait_at: float | None = None
     was_read: bool = False
+    stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ServingDecision:
-    """The budget from now on, in samples; why; by which numbers; and what to remember."""
+    """The budget from now on, in samples; why; by which numbers; and what to remember. `window_anew`: the next view's window begins with
+    the reading that this one was made of."""
 
     state: ServingState
     verdict: Verdict
     reason: str
     inputs: Mapping[str, float] = field(default_factory=dict)
+    window_anew: bool = False
 
     @property
     def budget(self) -> int:
@@ -232,9 +239,13 @@ def decide(
     state = replace(state, read_at=now, was_read=True, wait_at=wait_at)
     inputs = _inputs(state, view, prefill, decode, waited_s)
     figures = _figures(view, objective, waited_s)
+    anew = state.stopping and view.generating == 0
+    state = replace(state, stopping=state.stopping and not anew)
     if least <= 0 or _bursts(view, objective, rules):
-        return _cut(state, view, rules, now, slow=least <= 0, figures=figures, inputs=inputs)
-    return _with_slack(state, view, rules, now, least, figures, inputs)
+        decision = _cut(state, view, rules, now, slow=least <= 0, figures=figures, inputs=inputs)
+    else:
+        decision = _with_slack(state, view, rules, now, least, figures, inputs)
+    return replace(decision, window_anew=anew)
 
 
 def _bursts(view: ServiceView, objective: Objective, rules: ServingRules) -> bool:
@@ -280,7 +291,9 @@ def _cut(
     again = now - state.held_until < rules.forgive_s
     hold_s = min(rules.hold_most_s, state.hold_s * 2) if again else rules.hold_s
     ceiling = max(1, math.floor(state.budget * rules.ceiling_cut))
-    shut = replace(shut, ceiling=min(state.ceiling, ceiling), held_until=now + hold_s, hold_s=hold_s)
+    shut = replace(
+        shut, ceiling=min(state.ceiling, ceiling), held_until=now + hold_s, hold_s=hold_s, stopping=True
+    )
     reason = f"{figures}: the budget is cut from {state.budget} to 0 for {hold_s:g} s at least"
     return ServingDecision(shut, verdict, reason, inputs)
 
@@ -321,7 +334,7 @@ def _with_slack(
     if budget <= state.budget:
         reason = f"{figures}: {state.budget} samples, the most of {rules.most} that has not been too much"
         return ServingDecision(state, Verdict.FULL, reason, inputs)
-    raised = replace(state, budget=budget, raised_at=now)
+    raised = replace(state, budget=budget, raised_at=now, stopping=False)
     reason = f"{figures}: slack {least:.2f}, the budget grows from {state.budget} to {budget}"
     return ServingDecision(raised, Verdict.RAISED, reason, inputs)
 

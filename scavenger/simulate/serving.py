@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from scavenger.guest.metrics import Histogram
-from scavenger.policy.serving import Objective, ServiceView
+from scavenger.guest.metrics import Histogram, ServiceReading
+from scavenger.guest.window import Window
+from scavenger.policy.serving import Objective, ServiceView, ServingDecision
 from scavenger.simulate.decode import SimulatedEngine
 
 #: The bounds of vLLM 0.32, vllm/v1/metrics/buckets.py: what its page can tell of a latency.
@@ -71,7 +72,8 @@ class GuestTimes:
     stop_s: float = 0.1
 
 
-Budget = Callable[[ServiceView, float], int]
+#: A budget, or the decision that says one.
+Budget = Callable[[ServiceView, float], int | ServingDecision]
 
 
 @dataclass(slots=True)
@@ -145,23 +147,16 @@ class _Guest:
 
 
 class _Counts:
-    """A server's histogram, and the readings of it that a window needs."""
+    """A server's histogram."""
 
-    def __init__(self, bounds: tuple[float, ...], window: int) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts = bounds, [0] * len(bounds)
-        self.readings: deque[Histogram] = deque([self._read()], maxlen=window + 1)
 
     def add(self, value: float, times: int) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
 
-    def _read(self) -> Histogram:
+    def read(self) -> Histogram:
         return Histogram(self.bounds, tuple(map(float, itertools.accumulate(self.counts))))
-
-    def poll(self) -> tuple[float | None, float | None]:
-        """The p99 of the window, and the median since the last poll."""
-        now, last = self._read(), self.readings[-1]
-        self.readings.append(now)
-        return now.since(self.readings[0]).quantile(0.99), now.since(last).quantile(0.5)
 
 
 def serve(
@@ -203,8 +198,9 @@ class _Play:
         self.context = 0  # tokens of all that run
         self.reserved = 0  # tokens of KV that what was admitted may come to
         self.interval = Interval(poll_s)
-        self.ttft, self.tpot = _Counts(TTFT_BOUNDS, window), _Counts(TPOT_BOUNDS, window)
-        self.peaks: deque[int] = deque(maxlen=window)
+        self.ttft, self.tpot = _Counts(TTFT_BOUNDS), _Counts(TPOT_BOUNDS)
+        self.window = Window(window * poll_s)
+        self.window.view(0.0, self._reading(), 0)  # what the next ones are compared with
         self.flops_s = engine.gpus * engine.gpu.dense_flops * engine.efficiency.prefill_compute
 
     def run(self, arrivals: deque[Arrival]) -> None:
@@ -230,15 +226,20 @@ class _Play:
     def _poll(self) -> None:
         interval = self.interval
         interval.waiting, interval.running = len(self.waiting), len(self.running)
-        (ttft, ttft_now), (tpot, tpot_now) = self.ttft.poll(), self.tpot.poll()
-        self.peaks.append(self.guest.peak)
+        view = self.window.view(self.now, self._reading(), self.guest.peak, self.guest.samples)
+        assert view is not None, "no polls are further apart than a window"
         self.guest.peak = self.guest.samples
-        view = ServiceView(
-            ttft, tpot, interval.waiting, interval.running, max(self.peaks), ttft_now, tpot_now
-        )
         self.out.intervals.append(interval)
-        self.guest.order(self.budget(view, self.now), self.now, self.out)
+        told = self.budget(view, self.now)
+        if isinstance(told, ServingDecision) and told.window_anew:
+            self.window.begin_anew()
+        self.guest.order(told.budget if isinstance(told, ServingDecision) else told, self.now, self.out)
         self.interval = Interval(interval.end_s + self.poll_s)
+
+    def _reading(self) -> ServiceReading:
+        return ServiceReading(
+            "vLLM", self.ttft.read(), self.tpot.read(), self.interval.waiting, self.interval.running, 0.0
+        )
 
     def _step(self) -> None:
         """One step: a token of each request that runs, and a chunk of prompts."""

@@ -23,8 +23,8 @@ sys.stdin.read()
 """
 
 
-def words(heard: int, memory: str) -> str:
-    return json.dumps({"samples": 0, "peak": 0, "memory": memory, "tokens": 0, "heard": heard})
+def words(heard: int, memory: str, samples: int = 0) -> str:
+    return json.dumps({"samples": samples, "peak": 0, "memory": memory, "tokens": 0, "heard": heard})
 
 
 @contextmanager
@@ -68,6 +68,21 @@ def test_the_reply_to_the_cut_itself_counts_though_the_number_is_repeated() -> N
         for budget in (3, 0, 0):
             process.tell(budget)
         assert until(process.frees)
+
+
+def test_samples_are_its_own_word_and_one_at_least_until_it_has_heard_of_a_cut() -> None:
+    with engine(words(1, "awake", 3), "", words(3, "awake", 2), words(4, "asleep")) as process:
+        assert process.generating() == 1, "it said nothing yet"
+        process.tell(4)
+        assert until(lambda: process.generating() == 3)
+        process.tell(0)  # its reply is long in coming
+        assert process.generating() == 3
+        process.tell(0)
+        assert until(lambda: process.generating() == 2)
+        process.tell(0)
+        assert until(lambda: process.generating() == 0)
+        process.kill()
+        assert process.generating() == 0
 
 
 def test_an_engine_that_is_gone_holds_no_memory() -> None:

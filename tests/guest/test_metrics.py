@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from scavenger.errors import ConfigError
 from scavenger.guest import metrics
 from scavenger.guest.metrics import Histogram, ServiceError, parse
-from scavenger.guest.service import ServiceGone, Window, fetch, metrics_url
+from scavenger.guest.service import ServiceGone, fetch, metrics_url
+from scavenger.guest.window import Window
 from scavenger.policy.serving import Objective, objective_of
 from scavenger.simulate import serving
 from tests.guest.service import service
@@ -167,6 +168,39 @@ def test_a_window_begins_anew_where_nothing_was_read_for_longer_than_it_lasts() 
     assert view.ttft_p99_s is not None
     assert view.ttft_p99_s < 0.1
     assert view.samples == 2
+
+
+def test_a_window_that_begins_anew_has_what_came_since_its_newest_reading() -> None:
+    window, counts = Window(30.0), [0.0, 0.0, 0.0]
+    found = []
+    for second, slow in enumerate((0, 9, 9, 0, 0)):
+        counts = [counts[0] + 10 - slow, counts[1] + 10, counts[2] + 10]
+        histogram = Histogram(BOUNDS, tuple(counts))
+        found.append(
+            window.view(
+                float(second), metrics.ServiceReading("vLLM", histogram, histogram, 0, 1, 1.0), peak=4
+            )
+        )
+        if second == 2:
+            window.begin_anew()
+    late = [view is not None and view.ttft_p99_s is not None and view.ttft_p99_s > 0.1 for view in found]
+    assert late == [False, True, True, False, False]
+    assert found[3] is not None, "the reading is there to compare with"
+
+
+def test_now_is_a_second_also_where_readings_come_more_often() -> None:
+    window = Window(30.0)
+    found = []
+    for tenth in range(14):
+        # One late token in the newest tenth of a second, ten early ones in each before.
+        counts = (10.0 * tenth, 10.0 * tenth + (tenth == 13), 10.0 * tenth + (tenth == 13))
+        histogram = Histogram(BOUNDS, counts if tenth < 13 else (120.0, 121.0, 121.0))
+        found.append(
+            window.view(tenth / 10, metrics.ServiceReading("vLLM", histogram, histogram, 0, 1, 1.0), peak=0)
+        )
+    assert found[-1] is not None
+    assert found[-1].ttft_now_s is not None
+    assert found[-1].ttft_now_s <= 0.1
 
 
 def test_a_real_servers_page_is_fetched_and_a_service_that_ended_is_told_from_one_that_is_another() -> None:

@@ -204,10 +204,46 @@ def test_what_a_cut_left_in_the_window_is_not_a_second_cut() -> None:
     service = Service()
     service.quiet(9)
     first = service.ask(view(0.6))
-    again = decide(first.state, view(0.6, samples=12), OBJECTIVE, RULES, service.now + 1)
+    still = replace(view(0.6, samples=12), generating=12)
+    again = decide(first.state, still, OBJECTIVE, RULES, service.now + 1)
     assert again.verdict is Verdict.SLOW
     assert "cut before" in again.reason
     assert replace(again.state, read_at=0.0) == replace(first.state, read_at=0.0)
+
+
+def test_the_window_begins_anew_once_when_the_samples_of_a_cut_have_ended() -> None:
+    service = Service()
+    service.quiet(9)
+    assert not service.ask(replace(view(0.6), generating=8)).window_anew
+    assert not service.ask(replace(view(0.6), generating=2)).window_anew, "they run yet"
+    ended = service.ask(view(0.6))
+    assert ended.window_anew
+    assert ended.budget == 0
+    held_until = ended.state.held_until
+    assert not service.ask(view()).window_anew, "once a cut"
+    while service.now + 1 < held_until:
+        assert service.ask(view()).budget == 0, "a new window does not shorten the hold"
+    assert service.quiet(2).budget > 0
+    assert not service.quiet(3).window_anew
+
+
+def test_a_raise_begins_no_window() -> None:
+    """The engine was slow to stop, and has a budget again: what it generates now is no cut's."""
+    service = Service()
+    service.quiet(9)
+    service.ask(replace(view(0.6), generating=8))
+    while service.state.budget == 0:
+        assert not service.ask(replace(view(), generating=1)).window_anew
+    assert not service.ask(view()).window_anew
+
+
+def test_the_oldest_request_without_a_token_counts_before_it_is_late() -> None:
+    service = Service()
+    service.quiet(9)
+    assert service.ask(replace(view(), oldest_s=0.4)).budget > 0
+    cut = service.ask(replace(view(), oldest_s=0.5))
+    assert (cut.verdict, cut.budget) == (Verdict.SLOW, 0)
+    assert "the oldest has no token for 500 ms" in cut.reason
 
 
 def test_a_service_that_cannot_be_read_is_given_nothing_after_a_while() -> None:
