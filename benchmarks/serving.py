@@ -1,6 +1,6 @@
 """A rollout engine beside an inference service, over real arrivals: time within the objective, and slack used. Simulated.
 
-    python -m benchmarks.serving --traces DIR [--hours 1] [--interference light,heavy] [--objective 1.5,2] [--poll 1]
+    python -m benchmarks.serving --traces DIR [--hours 1] [--interference light,heavy] [--objective 1.5,2] [--poll 1] [--proxy]
 
 Arrivals, prompts and completions are of `output_lengths.csv.gz` in DIR: the Azure LLM inference trace 2023 (conversation, code) and
 Mooncake's conversation trace. One engine of an 8B model on an H100 serves them (`simulate/serving.py`), of Azure's code every second and of
@@ -32,10 +32,13 @@ from scavenger.simulate.csvfile import read_csv, rows
 from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.presets import H100, QWEN3_8B, VLLM_H100
 from scavenger.simulate.serving import (
+    BY_PROXY,
+    BY_SERVER,
     Arrival,
     Budget,
     Interference,
     ServingOutcome,
+    Told,
     p99,
     requests_within,
     serve,
@@ -126,17 +129,21 @@ def objective_of(alone: ServingOutcome, times: float) -> Objective:
 
 
 def played(
-    asked: Sequence[Arrival], slowed: Interference, times: float, poll_s: float = 1.0
+    asked: Sequence[Arrival], slowed: Interference, times: float, poll_s: float = 1.0, told: Told = BY_SERVER
 ) -> tuple[Objective, list[Row]]:
     """The service alone, which gives the objective, and then with each policy's guest."""
     alone = serve(ENGINE, asked, slowed, POLICIES["alone"](Objective(1.0)), poll_s=poll_s)
     objective = objective_of(alone, times)
-    slack = slack_samples(alone, objective, slowed, RULES.most)
+    slack = slack_samples(alone, objective, slowed, RULES.most, around=round(2 / poll_s))
     found = []
     for name, made in POLICIES.items():
         began = time.process_time()
-        out = alone if name == "alone" else serve(ENGINE, asked, slowed, made(objective), poll_s=poll_s)
-        good, seen = windows_within(out, objective)
+        out = (
+            alone
+            if name == "alone"
+            else serve(ENGINE, asked, slowed, made(objective), poll_s=poll_s, told=told)
+        )
+        good, seen = windows_within(out, objective, round(30 / poll_s))
         mean = sum(one.sample_s for one in out.intervals) / (len(out.intervals) * poll_s)
         used, spent = slack_used(out, slack, poll_s), time.process_time() - began
         found.append(Row(name, good / seen, requests_within(out, objective), used, mean, out.wakes, spent))
@@ -163,13 +170,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--interference", default="light,heavy")
     parser.add_argument("--objective", default="1.5,2", help="times the p99 that the service has alone")
     parser.add_argument("--poll", type=float, default=1.0, help="seconds")
+    parser.add_argument(
+        "--proxy", action="store_true", help="the guest reads scavenger guest-proxy's page, not the server's"
+    )
     parser.add_argument("--sources", default=",".join(TRACES))
     given = parser.parse_args(argv)
     for trace in given.sources.split(","):
         asked = arrivals(given.traces / FILE, trace, TRACES[trace], given.hours)
         for name in given.interference.split(","):
             for times in given.objective.split(","):
-                objective, found = played(asked, INTERFERENCE[name], float(times), given.poll)
+                objective, found = played(
+                    asked,
+                    INTERFERENCE[name],
+                    float(times),
+                    given.poll,
+                    BY_PROXY if given.proxy else BY_SERVER,
+                )
                 title = f"simulated, {trace}, {len(asked)} requests, {name} interference, {times} x alone"
                 print("\n".join(table(title, objective, found)), flush=True)
 

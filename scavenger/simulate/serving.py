@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from scavenger.guest import latencies
 from scavenger.guest.metrics import Histogram, ServiceReading
 from scavenger.guest.window import Window
 from scavenger.policy.serving import Objective, ServiceView, ServingDecision
@@ -34,6 +35,19 @@ TTFT_BOUNDS = (
 TPOT_BOUNDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, math.inf,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the guest is told: bounds of TTFT's and TPOT's buckets, and whether the age of the oldest request without a token."""
+
+    ttft: tuple[float, ...] = TTFT_BOUNDS
+    tpot: tuple[float, ...] = TPOT_BOUNDS
+    oldest: bool = False
+
+
+#: By the page of vLLM's server; by that of `scavenger guest-proxy` before it.
+BY_SERVER, BY_PROXY = Told(), Told(latencies.BOUNDS, latencies.BOUNDS, oldest=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +183,14 @@ def serve(
     poll_s: float = 1.0,
     chunk: int = 2048,
     window: int = 30,
+    told: Told = BY_SERVER,
 ) -> ServingOutcome:
     """Play the service over `arrivals`, in order of time, until the last request is done. `chunk`: tokens that a step may prefill.
-    `window`: polls that a p99 is of."""
+    `window`: seconds that a p99 is of."""
     out = ServingOutcome()
-    play = _Play(engine, interference, _Guest(times or GuestTimes()), budget, poll_s, chunk, window, out)
+    play = _Play(
+        engine, interference, _Guest(times or GuestTimes()), budget, poll_s, chunk, window, told, out
+    )
     play.run(deque(arrivals))
     return out
 
@@ -188,6 +205,7 @@ class _Play:
         poll_s: float,
         chunk: int,
         window: int,
+        told: Told,
         out: ServingOutcome,
     ) -> None:
         self.engine, self.interference, self.guest, self.budget = engine, interference, guest, budget
@@ -198,8 +216,8 @@ class _Play:
         self.context = 0  # tokens of all that run
         self.reserved = 0  # tokens of KV that what was admitted may come to
         self.interval = Interval(poll_s)
-        self.ttft, self.tpot = _Counts(TTFT_BOUNDS), _Counts(TPOT_BOUNDS)
-        self.window = Window(window * poll_s)
+        self.ttft, self.tpot, self.oldest = _Counts(told.ttft), _Counts(told.tpot), told.oldest
+        self.window = Window(window)
         self.window.view(0.0, self._reading(), 0)  # what the next ones are compared with
         self.flops_s = engine.gpus * engine.gpu.dense_flops * engine.efficiency.prefill_compute
 
@@ -230,15 +248,18 @@ class _Play:
         assert view is not None, "no polls are further apart than a window"
         self.guest.peak = self.guest.samples
         self.out.intervals.append(interval)
-        told = self.budget(view, self.now)
-        if isinstance(told, ServingDecision) and told.window_anew:
+        decided = self.budget(view, self.now)
+        if isinstance(decided, ServingDecision) and decided.window_anew:
             self.window.begin_anew()
-        self.guest.order(told.budget if isinstance(told, ServingDecision) else told, self.now, self.out)
+        budget = decided.budget if isinstance(decided, ServingDecision) else decided
+        self.guest.order(budget, self.now, self.out)
         self.interval = Interval(interval.end_s + self.poll_s)
 
     def _reading(self) -> ServiceReading:
+        interval = self.interval
+        oldest_s = self.now - self.waiting[0].arrival.at_s if self.oldest and self.waiting else 0.0
         return ServiceReading(
-            "vLLM", self.ttft.read(), self.tpot.read(), self.interval.waiting, self.interval.running, 0.0
+            "", self.ttft.read(), self.tpot.read(), interval.waiting, interval.running, 0.0, oldest_s
         )
 
     def _step(self) -> None:
