@@ -342,7 +342,8 @@ class HarvestSection(Section):
     division_wait_s: Annotated[float, Field(ge=0)] = 900.0
     """`value` only: a run that wants engines and has had none for so many seconds comes first."""
     division_hold_s: Annotated[float, Field(ge=0)] = 300.0
-    """`value` only: seconds that an engine stays after its start, whatever others would save with its GPUs."""
+    """`value` only: seconds that an engine stays after its start, whatever others would save with its GPUs; and until
+    it has registered, within 120 s."""
     change_hands: bool = False
     """`true`: an engine that its run has too many of goes on for another run, in the same process, where both runs' engines
     are of one kind and the runs allow it (`run.isolation`). It forgets the first run before it gets the second one's key

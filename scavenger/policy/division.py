@@ -37,13 +37,18 @@ MOST_MOVED = 0.125
 class DivisionRules:
     """`floor`: a run keeps as many engines as give it this part of the throughput that it would have with its share of the GPUs, whatever
     others save. `wait_s`: a run that wants engines and has had none for so long goes first. `hold_s`: an engine stays for so long after
-    its start, whoever goes first. `horizon_s`: a move must have paid for the new engine's start by then, `margin` times over."""
+    its start, whoever goes first, and until it has registered: taken before that, its start was for nothing. `horizon_s`: a move must have
+    paid for the new engine's start by then, `margin` times over."""
 
     floor: float = 0.95
     wait_s: float = 900.0
     hold_s: float = 300.0
     horizon_s: float = 1800.0
     margin: float = 1.25
+
+    def stays_s(self, one: HeldEngine) -> float:
+        """For how long yet an engine is taken for no other run."""
+        return max(self.hold_s - one.age_s, one.registers_s)
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1 or min(self.wait_s, self.hold_s, self.horizon_s) < 0 or self.margin < 1:
@@ -74,7 +79,7 @@ class Bid:
 @dataclass(frozen=True, slots=True)
 class HeldEngine:
     """An engine that runs, or a job that waits (`node` ""). `age_s`: since it started. `fixed`: it is not moved (it waits, changes
-    hands, or has several nodes)."""
+    hands, or has several nodes). `registers_s`: it has not registered yet, and has so much time left to; 0: it has, or is too late."""
 
     intent_id: str
     run_id: int
@@ -82,6 +87,7 @@ class HeldEngine:
     gpus: int
     age_s: float = 0.0
     fixed: bool = False
+    registers_s: float = 0.0
 
 
 class Space(Protocol):
@@ -236,9 +242,10 @@ def divide(
     """How many engines each run may have now, and which of those that run leave for others. Equal facts in another order divide alike.
 
     No run starves: one that wants an engine and has none goes first after `rules.wait_s`, the one that has waited longest before others,
-    and takes GPUs of any engine that has run for `rules.hold_s`. Where these free no whole node for it, one is set aside until they do. So
-    of k such runs each has an engine `wait_s + ceil(k / n) * hold_s` after it came to want one, n the engines of their size for which there
-    are GPUs. (A run whose engines take several nodes is given idle GPUs only.)
+    and takes GPUs of any engine that has run for `rules.hold_s` and has registered. Where these free no whole node for it, one is set aside
+    until they do. So of k such runs each has an engine `wait_s + ceil(k / n) * hold_s` after it came to want one, n the engines of their
+    size for which there are GPUs, and in place of `hold_s` what an engine may take to register where that is longer. (A run whose engines
+    take several nodes is given idle GPUs only.)
 
     An owner gains nothing by more runs: beyond its share a starved run takes its turn on engines of the owner's other runs, so n is
     counted within that share, and is 1 at least.
@@ -464,7 +471,7 @@ class _Deal:
                 for one in self.held
                 if one.run_id == run.bid.run_id and one.intent_id not in self.leaving and not one.fixed
             ]
-            its = [one for one in its if one.node and one.age_s >= self.rules.hold_s]
+            its = [one for one in its if one.node and self.rules.stays_s(one) <= 0]
             if run is taker or run.granted or not its:
                 continue
             # Of jobs that wait none is given up: it holds no GPU.
@@ -570,10 +577,11 @@ class _Deal:
             if not one.node or one.fixed or one.intent_id in self.leaving or one.run_id == run.bid.run_id:
                 continue
             gpus[one.node] += one.gpus
-            if one.age_s >= self.rules.hold_s:
+            stays_s = self.rules.stays_s(one)
+            if stays_s <= 0:
                 old.setdefault(one.node, []).append(one)
             else:
-                young[one.node] = max(young.get(one.node, 0.0), self.rules.hold_s - one.age_s)
+                young[one.node] = max(young.get(one.node, 0.0), stays_s)
         fitting = [
             node
             for node in sorted(self.space.open(run.bid))

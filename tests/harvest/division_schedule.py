@@ -2,7 +2,8 @@
 
 `play(seed)` raises `AssertionError` with the first thing that does not hold:
 
-    each decision   no cap is exceeded; no engine leaves before `hold_s`; value and other runs' floors take nothing below a floor;
+    each decision   no cap is exceeded; no engine leaves before `hold_s`, or before it registered where it still may; value and other runs'
+                    floors take nothing below a floor;
                     the numbers of every run are in it, and each engine that leaves has its reason
     all of them     no run waits for its first engine beyond the bound that `divide` states
     once all want   a run of engines of one GPU has its floor, and with `floor = 1` its share
@@ -74,6 +75,7 @@ class Watched(Played):
             assert one.age_s >= self.rules.hold_s, (
                 f"{intent_id} leaves {one.age_s:.0f} s old, before its time"
             )
+            assert not one.registers_s, f"{intent_id} leaves before it registered"
             others = [name for run_id, name in names.items() if run_id != one.run_id]
             assert any(f"run {name} " in reason or f"run {name}," in reason for name in others), (
                 f"{intent_id} leaves for no run by name: {reason!r}"
@@ -135,6 +137,7 @@ def play(seed: int, polls: int = 60) -> Watched:
         draw.choice([1.0, 1.25, 2.0]),
     )
     played = Watched({f"n{n}": GPUS for n in range(nodes)}, rules)
+    played.registers_s = random.Random(f"registers {seed}").choice([0.0, 120.0])
     runs = _runs(draw, count, [1] if small else [1, 2, 8])
     for _ in range(polls):
         if draw.random() < 0.25:
@@ -144,7 +147,7 @@ def play(seed: int, polls: int = 60) -> Watched:
             played.most_engines = draw.choice([count, 2 * count, 10**6])
             played.most_gpus = draw.choice([None, GPUS, 3 * GPUS])
         played.poll(runs, POLL_S)
-    bound = rules.wait_s + count * (rules.hold_s + 2 * POLL_S)
+    bound = rules.wait_s + count * (max(rules.hold_s, played.registers_s) + 2 * POLL_S)
     assert played.most_wait_s <= bound, (
         f"a run waited {played.most_wait_s:.0f} s for an engine, over {bound:.0f}"
     )
@@ -230,6 +233,11 @@ def young_engine_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(division._Deal, "__post_init__", aged)
 
 
+def unregistered_engine_taken(patch: pytest.MonkeyPatch) -> None:
+    """An engine whose job has started counts as one that is there."""
+    patch.setattr(DivisionRules, "stays_s", lambda rules, one: rules.hold_s - one.age_s)
+
+
 def numbers_of_before(patch: pytest.MonkeyPatch) -> None:
     """The decision names what runs had, in place of what they get."""
 
@@ -251,6 +259,7 @@ DIVISION_PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]
         (starved_passed_over, "a run waited", 1),
         (share_of_each_run, r"of its numbers \['floor'\]", 3),
         (young_engine_taken, "before its time", 0),
+        (unregistered_engine_taken, "before it registered", 0),
         (numbers_of_before, r"of its numbers \['gets'\]", 0),
     )
 }

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scavenger.harvest.decide.actions import (
+    Cancel,
     Caps,
     DrainAllocated,
     DrainKind,
@@ -25,6 +26,7 @@ from scavenger.harvest.decide.actions import (
     Submit,
 )
 from scavenger.harvest.decide.decide import decide
+from scavenger.harvest.decide.division import REGISTERS_S
 from scavenger.policy.division import (
     Bid,
     Division,
@@ -247,6 +249,21 @@ def test_a_run_that_waited_too_long_takes_an_engine_of_any_other() -> None:
     assert found.engines == {1: 16, 2: 0}, "others go on elsewhere"
 
 
+def test_an_engine_that_has_not_registered_is_taken_for_no_other_run() -> None:
+    """Neither for one that saves more nor for one that starves: its start would have been for nothing, and the next one's too."""
+    hasty = replace(RULES, floor=0.0, hold_s=1.0)
+    poor, rich = bid(1, benefit=benefit(10.0)), bid(2, benefit=benefit(90.0, run_gpus=32.0))
+    starts = [replace(one, age_s=10.0, registers_s=110.0) for one in held(1, 8)]
+    assert not divide([poor, rich], starts, Nodes({"a": 0}), hasty, 99).leaving
+    assert not divide([poor, replace(rich, waited_s=601.0)], starts, Nodes({"a": 0}), hasty, 99).leaving
+    there = [*starts[:7], replace(starts[7], registers_s=0.0)]
+    assert set(divide([poor, rich], there, Nodes({"a": 0}), hasty, 99).leaving) == {there[7].intent_id}
+    large = bid(2, gpus=8, waited_s=601.0)
+    found = divide([poor, large], there, Nodes({"a": 0}), hasty, 99)
+    assert found.kept == {"a": 2}, "its node is kept meanwhile, so that no other engine begins to start there"
+    assert set(found.leaving) == {there[7].intent_id}
+
+
 def test_a_node_is_set_aside_for_a_run_whose_owner_yields_for_it() -> None:
     bids = [bid(1, owner="a"), bid(2, owner="b"), bid(3, gpus=8, owner="b", waited_s=601.0)]
     engines = [*held(1, 8, "a", age_s=10.0), *held(1, 7, "b", age_s=200.0), *held(2, 1, "b")]
@@ -262,7 +279,8 @@ def test_a_node_is_set_aside_for_a_run_whose_owner_yields_for_it() -> None:
 
 @dataclass
 class Played:
-    """Runs over a fleet, where engines leave and start at once. `most_wait_s`: the longest that a run wanted engines and had none."""
+    """Runs over a fleet, where engines leave and start at once. `most_wait_s`: the longest that a run wanted engines and had none.
+    `registers_s`: what every other engine takes to register; the rest have at once."""
 
     nodes: Mapping[str, int]
     rules: DivisionRules
@@ -273,6 +291,10 @@ class Played:
     number: int = 0
     most_engines: int = 10**6
     most_gpus: int | None = None
+    registers_s: float = 0.0
+
+    def _registers_s(self, name: str, age_s: float) -> float:
+        return max(0.0, self.registers_s - age_s) if int(name[1:]) % 2 else 0.0
 
     def poll(self, bids: list[Bid], seconds: float) -> Division:
         wanted = {one.run_id for one in bids if one.engines}
@@ -285,7 +307,9 @@ class Played:
             used[node] += gpus
         space = Nodes({name: gpus - used[name] for name, gpus in self.nodes.items()})
         known = [
-            HeldEngine(name, run_id, node, gpus, self.now - at)
+            HeldEngine(
+                name, run_id, node, gpus, self.now - at, registers_s=self._registers_s(name, self.now - at)
+            )
             for name, (run_id, node, gpus, at) in self.engines.items()
         ]
         asked = [replace(one, waited_s=self.now - self.since.get(one.run_id, self.now)) for one in bids]
@@ -460,6 +484,18 @@ def test_an_engine_leaves_for_a_run_that_gains_more_and_its_gpu_is_counted_while
     gone = [one for one in jobs if one.intent_id != left[0].intent_id]
     then = decide(view(NOW, [listed(one) for one in gone]), asked, gone, limits(), NOW)
     assert submitted(then) == {2: 1}
+
+
+@pytest.mark.parametrize("late_s", [-1.0, 0.0])
+def test_an_engine_is_not_ended_for_another_run_before_it_registered_or_is_too_late(late_s: float) -> None:
+    """`division_hold_s` is shorter than a start: each would end for the other run's, and no run would ever have one."""
+    jobs = ours(1, 12, connected=False, started_at=NOW - REGISTERS_S - late_s)
+    asked = [demand(1, work=5.0), demand(2, work=90.0, run_gpus=32.0)]
+    hasty = limits(waiting_since=((2, NOW - 601.0),))
+    hasty = replace(hasty, division=replace(RULES, floor=0.0, hold_s=1.0))
+    decision = decide(view(NOW, [listed(one) for one in jobs]), asked, jobs, hasty, NOW)
+    ended = [action.code for action in decision.actions if isinstance(action, Cancel)]
+    assert ended == ([HarvestCode.DIVISION] * 2 if late_s >= 0 else []), "for its wait, and for what it saves"
 
 
 def test_what_leaves_for_another_user_is_counted_for_no_run() -> None:

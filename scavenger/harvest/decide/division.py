@@ -19,6 +19,8 @@ from scavenger.policy.fleet_size import Demand
 
 #: Why an engine leaves whose GPUs another of ours may take.
 _OURS_AGAIN = (HarvestCode.DIVISION, HarvestCode.OVER_SHARE, HarvestCode.NO_DEMAND, HarvestCode.WRONG_SIZE)
+#: An engine that has not registered so long after its start is taken for another run like any other.
+REGISTERS_S = 120.0
 
 
 def divide_by_value(
@@ -37,18 +39,7 @@ def divide_by_value(
         for job in engines
         if job.drain_kind is DrainKind.NO and sizes.get(job.run_id) == (job.gpus, job.n_nodes)
     ]
-    held = [
-        HeldEngine(
-            job.intent_id,
-            job.run_id,
-            "" if job.waits else job.node,
-            job.gpus,
-            max(0.0, now - job.started_at) if job.started_at else 0.0,
-            # While it changes hands it serves nobody: taken on the way, it would end for nothing (`drain.HANDS_S` bounds that).
-            fixed=job.waits or job.n_nodes > 1 or job.changing_since > 0,
-        )
-        for job in staying
-    ]
+    held = [_held(job, now) for job in staying]
     kept = {job.intent_id for job in staying}
     coming = [job for job in engines if job.intent_id not in kept and not job.waits and _ours_again(job)]
     since = dict(limits.waiting_since)
@@ -69,6 +60,20 @@ def divide_by_value(
     ]
     space = FreeSpace(free(), limits, wanted, engines, coming)
     return divide(bids, held, space, rules, most_engines, limits.caps.max_gpus)
+
+
+def _held(job: OurJob, now: float) -> HeldEngine:
+    age_s = max(0.0, now - job.started_at) if job.started_at else 0.0
+    return HeldEngine(
+        job.intent_id,
+        job.run_id,
+        "" if job.waits else job.node,
+        job.gpus,
+        age_s,
+        # While it changes hands it serves nobody: taken on the way, it would end for nothing (`drain.HANDS_S` bounds that).
+        fixed=job.waits or job.n_nodes > 1 or job.changing_since > 0,
+        registers_s=0.0 if job.connected else max(0.0, REGISTERS_S - age_s),
+    )
 
 
 def _ours_again(job: OurJob) -> bool:
