@@ -8,6 +8,8 @@
     turns        all of the fleet; runs take turns for what comes free, and keep what they have (`harvest.division = "shares"`)
     value        all of the fleet, divided by what one more engine saves each run (`harvest.division = "value"`)
     alone        each run has all of the fleet to itself, as if there were no others: more than any division can give all of them
+    value+N      value, and a node of N GPUs more that is always idle: what lending so many reserved GPUs could bring at most, where as
+                 many are idle on average. Lent ones would cost changes of hands, and be there when it suits their own run
 
 A unit is one mix of runs on one segment with one seed: all divisions meet the same fleet, lengths and cold starts, so ratios are taken unit
 by unit. Without `--traces` the fleet is a synthetic one. The trace-driven fleet has simulated placement. What is found is kept in
@@ -22,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from benchmarks import synthetic
@@ -45,6 +47,10 @@ SEGMENTS = Path(__file__).with_name("segments.json")
 HEARTBEAT_S = POLL_S = 15.0
 MOST_ENGINES = 128
 DIVISIONS = ("static", "first-come", "turns", "value", "alone")
+#: Of a step's seconds (`StepOutcome`): in all but `seed` the reserved GPUs belong to training, and in `wait` they do nothing.
+STAGES = ("seed", "toggle", "wait", "train", "update", "publish")
+#: To take an engine's memory, get another run's weights, and give the memory back takes an 8B's reserved engine about 10 s.
+LENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,12 @@ def parts(fleet: FleetTrace, count: int) -> list[FleetTrace]:
     ]
 
 
+def with_idle(fleet: FleetTrace, gpus: int) -> FleetTrace:
+    """The same, and one node more, whose GPUs are idle all the time."""
+    more = {"lent": gpus}
+    return replace(fleet, capacity={**fleet.capacity, **more}, initial={**fleet.initial, **more})
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     mix: str
@@ -146,7 +158,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of each run, in order: tokens a second, GPUs harvested on average, finished steps, starts of engines."""
+    """Of each run, in order: tokens a second, GPUs harvested on average, finished steps, starts of engines; `stages`: where the seconds of
+    its finished steps went, by `STAGES`; `idle`: its reserved GPUs that did nothing, on average, and `lendable`: those of them in waits of
+    `LENT_S` and more."""
 
     tokens_per_s: list[float]
     gpus: list[float]
@@ -154,6 +168,9 @@ class Found:
     starts: list[int]
     given_back: list[int]
     cpu_s: float = 0.0
+    stages: list[list[float]] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    lendable: list[float] = field(default_factory=list)
 
 
 def divided(name: str, floor: float | None = None) -> SimulatedDivision:
@@ -165,7 +182,9 @@ def divided(name: str, floor: float | None = None) -> SimulatedDivision:
 
 def play(unit: Unit, folder: Path | None, division: str, floor: float | None = None) -> Found:
     started = time.process_time()
+    division, _, more = division.partition("+")
     fleet = parts(fleet_of(folder, unit.segment, unit.seed, unit.hours), round(1 / unit.nodes))[0]
+    fleet = with_idle(fleet, int(more)) if more else fleet
     kinds = runs_of(unit.mix, unit.runs)
     seeds = [100 * unit.seed + n for n in range(unit.runs)]
     if division in ("static", "alone"):
@@ -187,6 +206,9 @@ def play(unit: Unit, folder: Path | None, division: str, floor: float | None = N
         [out.starts for out in outs],
         [sum(engine.why == "given back" for engine in out.engines) for out in outs],
         time.process_time() - started,
+        [[sum(getattr(step, f"{stage}_s") for step in out.steps) for stage in STAGES] for out in outs],
+        [out.reserved.idle_gpu_s / out.seconds for out in outs if out.reserved is not None],
+        [out.reserved.waited_longer(LENT_S) / out.seconds for out in outs if out.reserved is not None],
     )
 
 
@@ -236,7 +258,7 @@ def table(kept: Kept) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     cells_of = {(unit.mix != "unlike", unit.mix, -unit.nodes, unit.runs) for unit, _ in kept}
     for _, mix, part, runs in sorted(cells_of):
-        for division in DIVISIONS[1:]:
+        for division in (*DIVISIONS[1:], *sorted({name for _, name in kept if "+" in name})):
             rows = [
                 ratios(found, kept[unit, "static"])
                 for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
@@ -249,6 +271,27 @@ def table(kept: Kept) -> Iterator[str]:
                     for part in ("total", "mean", "least", "jain")
                 ]
                 yield f"| {runs} {mix} | {-part:g} | {division} | {' | '.join(cells)} | {len(rows)} |"
+
+
+def reserved_table(kept: Kept) -> Iterator[str]:
+    """Median and spread over units, of the reserved GPUs of all runs: how many did nothing, on average, and how many trained."""
+    yield "| runs | nodes | division | reserved GPUs that did nothing | in waits of 30 s and more | of a step, training | units |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    cells_of = {(unit.mix != "unlike", unit.mix, -unit.nodes, unit.runs) for unit, _ in kept}
+    for _, mix, part, runs in sorted(cells_of):
+        for division in DIVISIONS:
+            rows = [
+                found
+                for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
+                if (unit.mix, -unit.nodes, unit.runs, name) == (mix, part, runs, division) and found.idle
+            ]
+            if rows:
+                trains = [
+                    sum(one[STAGES.index("train")] for one in row.stages) / sum(map(sum, row.stages))
+                    for row in rows
+                ]
+                idle = [_spread([sum(getattr(row, which)) for row in rows]) for which in ("idle", "lendable")]
+                yield f"| {runs} {mix} | {-part:g} | {division} | {' | '.join(idle)} | {_spread(trains)} | {len(rows)} |"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -299,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     json.dumps({"unit": asdict(unit), "division": division, "found": asdict(found)}) + "\n"
                 )
             print(unit, division, found, flush=True)
-    print("\n".join(table(kept)))
+    print("\n".join((*table(kept), "", *reserved_table(kept))))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.kv import KvTransfers
 from scavenger.simulate.network import Network
-from scavenger.simulate.outcome import KvOutcome, SimulationOutcome, StepOutcome
+from scavenger.simulate.outcome import KvOutcome, ReservedOutcome, SimulationOutcome, StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimHarvester, SimulatedDivision, VirtualSlurm
@@ -257,12 +257,12 @@ class _RunOnSite:
 
     def close(self, seconds: float, recorded: int, generated: int) -> SimulationOutcome:
         """`recorded`, `generated`: tokens of all runs."""
-        slurm, everyone = self._site.slurm, [*self.reserved, *self.gone]
+        slurm, everyone, scenario = self._site.slurm, [*self.reserved, *self.gone], self._scenario
         counters = self._daemon.router.core.counters
         return SimulationOutcome(
             policy=self._policy.name,
             seconds=seconds,
-            gpus_reserved=self._scenario.gpus_reserved,
+            gpus_reserved=scenario.gpus_reserved,
             steps=tuple(self.steps),
             engines=tuple(engine for engine in slurm.engines if engine.run == self.spec.name),
             levels=tuple(slurm.levels),
@@ -277,6 +277,13 @@ class _RunOnSite:
             since_s=self.spec.comes_s,
             prefill_s=sum(engine.batch.prefill_s for engine in everyone),
             kv=self._kv_outcome(),
+            reserved=ReservedOutcome(
+                scenario.gpus_reserved,
+                scenario.reserved_engines,
+                self.trainer.awake_s,
+                sum(engine.busy_s for engine in everyone if engine.kind == "reserved"),
+                tuple(self.trainer.waits),
+            ),
         )
 
     def _kv_outcome(self) -> KvOutcome | None:

@@ -75,6 +75,28 @@ class KvOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ReservedOutcome:
+    """What a run's reserved GPUs did over the whole simulation: their engines could generate for `awake_s`, and had samples for `busy_s`
+    (engine-seconds); `waits`: each time that they slept and nothing was trained (s)."""
+
+    gpus: int
+    engines: int
+    awake_s: float
+    busy_s: float
+    waits: tuple[float, ...]
+
+    @property
+    def idle_gpu_s(self) -> float:
+        """GPU-seconds in which they neither trained nor generated, and changed over to neither."""
+        without = max(0.0, self.engines * self.awake_s - self.busy_s)
+        return self.gpus * (sum(self.waits) + without / max(1, self.engines))
+
+    def waited_longer(self, least_s: float) -> float:
+        """GPU-seconds of the waits of at least so long."""
+        return self.gpus * sum(wait for wait in self.waits if wait >= least_s)
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationOutcome:
     """`seconds`: simulated. `level`: (time, GPUs held by harvested engines, idle GPUs of the fleet, ours included) at each change."""
 
@@ -95,6 +117,7 @@ class SimulationOutcome:
     since_s: float = 0.0  # when the run came
     prefill_s: float = 0.0  # of all engines
     kv: KvOutcome | None = None  # with `move_kv`
+    reserved: ReservedOutcome | None = None
 
     @property
     def step_seconds(self) -> float:

@@ -161,6 +161,10 @@ class SimTrainer:
         self._tell_due = False
         self.reserved_awake = False
         self.stopped = False
+        #: Each time that the GPUs did nothing: reserved engines slept, and there was nothing to train.
+        self.waits: list[float] = []
+        self._waits_since: float | None = None
+        self._awake_s, self._awake_since = 0.0, sim.now
 
     # ---------------------------------------------------------------- the daemon
 
@@ -434,9 +438,25 @@ class SimTrainer:
     def _set_reserved(self, awake: bool) -> None:
         if awake and self._processes is not None:
             self._processes.start()
+        if awake:
+            self._waited()
+            self._awake_since = self._sim.now + self.wake_s
+        elif self.reserved_awake:
+            self._awake_s = self.awake_s
         self.reserved_awake = awake
         self._order += 1
         self._call(SetReserved(awake, self._order))
+
+    @property
+    def awake_s(self) -> float:
+        """For how long reserved engines could generate."""
+        return self._awake_s + self.reserved_awake * max(0.0, self._sim.now - self._awake_since)
+
+    def _waited(self) -> None:
+        """They are to do something again."""
+        if self._waits_since is not None and self._sim.now > self._waits_since:
+            self.waits.append(self._sim.now - self._waits_since)
+        self._waits_since = None
 
     def _memory(self) -> reserved_memory.ReservedObservation | None:
         """What the daemon says of the engines that were told to sleep."""
@@ -568,6 +588,7 @@ class SimTrainer:
 
     def _compute(self, seconds: float, then: Callable[[], None]) -> None:
         self._computing = True
+        self._waited()
         self._sim.after(seconds, lambda: self._computed(then))
 
     def _computed(self, then: Callable[[], None]) -> None:
@@ -575,6 +596,8 @@ class SimTrainer:
         self._since = self._sim.now
         if not self.stopped:
             then()
+            if not self._computing and not self.reserved_awake:
+                self._waits_since = self._sim.now
             if self._inbox:  # what came meanwhile: no other message may follow
                 self._react_later()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fleet import jain, parts
+from benchmarks.fleet import jain, parts, with_idle
 from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import HandsRules, OwnerRule
 from scavenger.policy.division import DivisionRules
@@ -121,3 +121,25 @@ def test_a_static_division_deals_every_node_once_and_idle_time_evenly() -> None:
 def test_jains_index_is_one_where_all_are_alike_and_one_in_n_where_one_has_all() -> None:
     assert jain([2.0, 2.0, 2.0]) == pytest.approx(1.0)
     assert jain([5.0, 0.0]) == pytest.approx(0.5)
+
+
+def test_what_reserved_gpus_did_adds_up() -> None:
+    """They generate, change over, train or wait, and of the first as much as their engines had samples for."""
+    out = simulate(UNEVEN, worth(8, 50.0))
+    reserved = out.reserved
+    assert reserved is not None
+    steps = out.steps
+    assert sum(reserved.waits) == pytest.approx(sum(step.wait_s for step in steps))
+    assert sum(reserved.waits) > 0
+    assert reserved.awake_s == pytest.approx(sum(step.seed_s for step in steps))
+    idle = reserved.awake_s - reserved.busy_s / reserved.engines
+    assert 0 <= idle < reserved.awake_s
+    assert reserved.idle_gpu_s == pytest.approx(UNEVEN.gpus_reserved * (idle + sum(reserved.waits)))
+    assert reserved.waited_longer(0.0) == pytest.approx(UNEVEN.gpus_reserved * sum(reserved.waits))
+    assert reserved.waited_longer(max(reserved.waits) + 1) == 0
+
+
+def test_a_node_that_stands_for_lent_gpus_is_idle_all_the_time() -> None:
+    more = with_idle(ALWAYS, 2)
+    assert more.gpus == ALWAYS.gpus + 2
+    assert {change.node for change in more.changes} == {change.node for change in ALWAYS.changes}
