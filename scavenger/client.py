@@ -518,7 +518,7 @@ class Run:
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
         differences: Sequence[messages.TokenDifferences] = (),
-        deliveries: Sequence[messages.SampleOutcome] = (),
+        deliveries: Sequence[messages.DeliveryOutcome] = (),
     ) -> None:
         """Record that the step was taken with exactly these samples, or episodes, which end, or `deliveries` of another run's. Every
         sample of the step's groups needs an outcome. A step that was generated through the gateway alone may name none.

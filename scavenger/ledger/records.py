@@ -274,6 +274,14 @@ class EpisodeEnded(Record, frozen=True):
     worker: str = ""
 
 
+class EpisodeSpent(Record, frozen=True):
+    """All that other policies had of the episode's budget whose part in it is over, while it goes on."""
+
+    episode_id: int
+    turns: int
+    tokens: int
+
+
 class TurnBegun(Record, frozen=True):
     """A group is the `number`th turn of an episode. `request`, `content`: SHA-256 of what names the request, and of what it asks for.
 
@@ -370,6 +378,13 @@ class DeliveryTaken(Record, frozen=True):
     attempt: int
     advantage: float
     at: float
+
+
+class DeliveredTurnTaken(Record, frozen=True):
+    """A step was taken with a turn that the environment rewards: its advantage there; None: the step is taken back."""
+
+    group_id: int
+    advantage: float | None
 
 
 class DeliveryReopened(Record, frozen=True):
@@ -698,6 +713,8 @@ class EpisodeState(msgspec.Struct, frozen=True):
     state: str
     begun_at: float
     delivered: bool = False  # its turns, to its run's trainer
+    spent_turns: int = 0
+    spent_tokens: int = 0
 
 
 class DeliveryState(msgspec.Struct, frozen=True):

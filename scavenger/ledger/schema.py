@@ -384,6 +384,12 @@ episodes = Table(
         "worker",
         "The environment worker that played it to its end: its host, and its job where it has one of its own. Empty: none is known.",
     ),
+    _int(
+        "spent_turns",
+        "Turns of other policies whose part in it ended before it did: they stay in its budget.",
+        server_default="0",
+    ),
+    _int("spent_tokens", "Tokens of these.", server_default="0"),
     Index("ix_episodes_run", "run_id", "state"),
     **_row("one agent on one task, as a gateway names it"),
 )
@@ -492,6 +498,13 @@ delivered_turns = Table(
     _key("group_id", "The turn's group: a turn is delivered once."),
     _int("run_id", "The run whose policy said it."),
     _int("delivery_id", "Its delivery."),
+    Column(
+        "advantage",
+        Double,
+        nullable=True,
+        doc="Its advantage in the step that took the delivery; null where none did, in rows of before revision 0006, and where the "
+        "environment does not reward turns: then it is the delivery's.",
+    ),
     Index("ix_delivered_turns_delivery", "delivery_id"),
     **_row("one turn of a delivery"),
 )

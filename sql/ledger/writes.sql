@@ -138,12 +138,17 @@ SET state='complete', reason='', advantage=NULL, ended_step=0, ended_attempt=0, 
 WHERE samples.sample_id = :p_sample_id;
 
 -- EpisodeBegun
-INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at, worker)
-VALUES (:p_episode_id, :p_run_id, :p_name, 'open', '', :p_at, '');
+INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at, worker, spent_turns, spent_tokens)
+VALUES (:p_episode_id, :p_run_id, :p_name, 'open', '', :p_at, '', 0, 0);
 
 -- EpisodeEnded
 UPDATE episodes
 SET state=:p_state, reason=:p_reason, ended_at=:p_at, worker=:p_worker
+WHERE episodes.episode_id = :p_episode_id;
+
+-- EpisodeSpent
+UPDATE episodes
+SET spent_turns=:p_turns, spent_tokens=:p_tokens
 WHERE episodes.episode_id = :p_episode_id;
 
 -- TurnBegun
@@ -168,8 +173,13 @@ VALUES (:p_delivery_id, :p_run_id, :p_source_run_id, :p_episode_id, :p_group, :p
     :p_episode_index, :p_reward, :p_version, :p_rows, :p_state, :p_reason, 0, 0, NULL, :p_at);
 
 -- TurnDelivered
-INSERT INTO delivered_turns (group_id, run_id, delivery_id)
-VALUES (:p_group_id, :p_run_id, :p_delivery_id);
+INSERT INTO delivered_turns (group_id, run_id, delivery_id, advantage)
+VALUES (:p_group_id, :p_run_id, :p_delivery_id, NULL);
+
+-- DeliveredTurnTaken
+UPDATE delivered_turns
+SET advantage=:p_advantage
+WHERE delivered_turns.group_id = :p_group_id;
 
 -- DeliveryTaken
 UPDATE deliveries

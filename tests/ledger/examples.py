@@ -222,8 +222,10 @@ def an_episode() -> list[r.Record]:
         r.Delivered(1, 1, 1, 1, 1, 1, 0, 0, 0.5, 1, b"\x90", "due", "", T0 + 20.8),
         r.TurnDelivered(10, 1, 1),
         r.DeliveryTaken(1, "consumed", "", 1, 1, 0.25, T0 + 20.9),
+        r.DeliveredTurnTaken(10, -0.5),
         r.DeliveryReopened(1, 2, T0 + 20.95),
         r.DeliveryEnded(1, "dropped", "the run finished", T0 + 21),
+        r.EpisodeSpent(1, 2, 17),
         r.EpisodeEnded(1, "ended", "its gateway ended it", T0 + 21),
     ]
 

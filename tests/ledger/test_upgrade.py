@@ -142,10 +142,10 @@ def test_a_ledger_from_before_the_first_release_is_refused_with_the_remedy(url: 
 YESTERDAY = {
     "a column": (
         (
-            ('"time begun_at", "time? ended_at", "text worker"', '"time begun_at", "time? ended_at"'),
-            ("begun_at, ended_at, worker", "begun_at, ended_at"),
+            ('"text call tool"', '"text call"'),
+            ("call_id, episode_id, run_id, call, tool,", "call_id, episode_id, run_id, call,"),
         ),
-        "episodes has no column worker",
+        "tool_calls has no column tool",
     ),
     "a table": (
         (
@@ -181,8 +181,9 @@ def test_a_ledger_whose_revision_was_changed_after_it_made_it_is_refused_with_th
 def test_a_view_that_was_changed_with_its_revision_is_found_when_a_daemon_starts(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove_changes(url, tmp_path, monkeypatch, (("begun_at, ended_at, worker", "begun_at, ended_at"),))
-    with pytest.raises(LedgerRefused, match="v_episodes has no column worker"):
+    changed = (("call_id, episode_id, run_id, call, tool,", "call_id, episode_id, run_id, call,"),)
+    remove_changes(url, tmp_path, monkeypatch, changed)
+    with pytest.raises(LedgerRefused, match="v_tool_calls has no column tool"):
         store.upgrade(url)
 
 

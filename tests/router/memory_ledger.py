@@ -73,6 +73,7 @@ class Ledger:
         self.episodes: dict[int, rec.EpisodeState] = {}
         self.deliveries: dict[int, rec.DeliveryState] = {}
         self.delivered_turns: dict[int, int] = {}  # turn -> its delivery
+        self.delivered_advantages: dict[int, float] = {}  # turn -> its advantage in the step that took it
         self.turns: dict[int, rec.TurnBegun] = {}
         self.turn_rewards: dict[int, float] = {}
         self.turn_samples: dict[int, rec.TurnSampleFinished] = {}
@@ -152,6 +153,11 @@ class Ledger:
                 self.episodes[episode_id] = msgspec.structs.replace(
                     self.episodes[episode_id], state=record.state
                 )
+            case rec.EpisodeSpent(episode_id=episode_id):
+                assert self.episodes[episode_id].state == "open", "an episode that ended spends"
+                self.episodes[episode_id] = msgspec.structs.replace(
+                    self.episodes[episode_id], spent_turns=record.turns, spent_tokens=record.tokens
+                )
             case rec.TurnBegun():
                 assert self.episodes[record.episode_id].state == "open", "a turn of an episode that ended"
                 for before in self.turns.values():
@@ -179,6 +185,13 @@ class Ledger:
                 found = self.deliveries[delivery_id]
                 assert found.state in ("consumed", "filtered", "masked"), "what no step took is due again"
                 self.deliveries[delivery_id] = msgspec.structs.replace(found, state="due", ended_step=0)
+            case rec.DeliveredTurnTaken(group_id=group_id):
+                assert group_id in self.delivered_turns, "an advantage of a turn that was not delivered"
+                if record.advantage is None:
+                    del self.delivered_advantages[group_id]
+                else:
+                    assert group_id not in self.delivered_advantages, "a delivered turn is trained twice"
+                    self.delivered_advantages[group_id] = record.advantage
             case rec.DeliveryEnded():
                 self._end_delivery(record.delivery_id, record.state, 0)
             case rec.ToolAsked():

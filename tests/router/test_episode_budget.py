@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from scavenger.ledger import records as rec
 from scavenger.protocol.messages import (
+    CloseRun,
     Denied,
     EndEpisode,
     OpenTurn,
@@ -181,6 +183,62 @@ def test_turns_that_are_asked_of_the_other_run_by_itself_are_in_the_same_budget(
     assert isinstance(bench.of("s", two_policies.ask("e", "", 7), conn=GATEWAY), TurnAccepted)
     assert refused(bench.of("s", two_policies.ask("e", "", 8), conn=GATEWAY))[0] == "budget"
     assert isinstance(bench.of("s", two_policies.ask("f", "", 9), conn=GATEWAY), TurnAccepted)
+
+
+def two_budgeted(bench: TwoRuns, **budget: float) -> TwoRuns:
+    """`r` plays with this budget, and `s` answers for one of its agents; each has an engine."""
+    bench.begin("s")
+    opened = bench.of("r", two_policies.open_body("r", budget=budget))
+    assert isinstance(opened, RunOpened)
+    bench.attempts["r"] = opened.attempt
+    for run, conn in (("r", 11), ("s", 12)):
+        bench.announce(run, 0)
+        bench.engine(conn, run)
+    return bench
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "why"), [({"turns": 2}, "turns = 2"), ({"tokens": 6}, "tokens = 6")], ids=["turns", "tokens"]
+)
+def test_what_a_policy_had_whose_run_has_ended_stays_spent(
+    tmp_path: Path, budget: dict[str, float], why: str, restarts: bool
+) -> None:
+    bench = TwoRuns()
+    bench.ledger = StoredLedger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+    two_budgeted(bench, **budget)
+    assert isinstance(bench.of("r", two_policies.ask("e"), GATEWAY), TurnAccepted)
+    assert isinstance(bench.of("r", two_policies.ask("e", "s"), GATEWAY), TurnAccepted)
+    [unfinished] = bench.leases(12)
+    bench.chunk(12, unfinished, 0, 2)
+    bench.generate(11)
+    bench.of("s", CloseRun("failed", "its trainer ended"))
+    if restarts:
+        bench.restart()
+    assert refused(bench.of("r", two_policies.ask("e", number=1), GATEWAY)) == (
+        "budget",
+        f"episode 'e' has used up its budget, data.budget_{why}",
+    )
+    assert isinstance(bench.of("r", two_policies.ask("f"), GATEWAY), TurnAccepted)
+    bench.ledger.close()
+
+
+def test_a_policy_s_part_that_its_own_gateway_ends_stays_spent_and_is_counted_once() -> None:
+    bench = two_budgeted(TwoRuns(), turns=3)
+    for policy in ("", "s"):
+        assert isinstance(bench.of("r", two_policies.ask("e", policy), GATEWAY), TurnAccepted)
+    for _ in range(2):
+        bench.of("s", EndEpisode("e"), GATEWAY, attempt=0)
+    assert isinstance(bench.of("r", two_policies.ask("e", number=1), GATEWAY), TurnAccepted)
+    assert refused(bench.of("r", two_policies.ask("e", number=2), GATEWAY))[0] == "budget"
+
+
+def test_nothing_is_kept_of_an_episode_that_ends_with_all_its_parts() -> None:
+    bench = two_budgeted(TwoRuns(), turns=9)
+    for policy in ("", "s"):
+        assert isinstance(bench.of("r", two_policies.ask("e", policy), GATEWAY), TurnAccepted)
+    bench.of("r", EndEpisode("e"), GATEWAY, attempt=0)
+    assert not [one for one in bench.ledger.log if isinstance(one, rec.EpisodeSpent)]
 
 
 def test_more_samples_than_tokens_that_are_left_are_refused_and_fewer_are_not() -> None:

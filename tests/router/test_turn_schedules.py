@@ -10,7 +10,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from scavenger.ledger import records as rec
 from scavenger.protocol.messages import Denied, EndEpisode, Held, Lease, Reply, TurnTokens, WeightsLoaded
 from scavenger.router.core import episode_budget, restore, samples, turns
 from scavenger.router.core.events import JobGone, RouterAction, Send
-from scavenger.router.core.state import EpisodeBudget, Group, Sample
+from scavenger.router.core.state import EpisodeBudget, EpisodeSpent, Group, Sample
 from scavenger.router.core.tables import Core
 from tests.router.harness import Bench, root
 from tests.router.test_turns import GATEWAY, ask
@@ -270,10 +269,10 @@ def test_a_budget_that_a_restart_forgets_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_budget_that_counts_no_open_turn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = episode_budget.tokens_left_for
+    honest = episode_budget.spent_by
 
-    def of_whole_turns(budget: EpisodeBudget, name: str, groups: Iterable[Group], *more: Any) -> int | Denied:
-        return honest(budget, name, [group for group in groups if not group.unfinished], *more)
+    def of_whole_turns(groups: Iterable[Group], before: EpisodeSpent) -> EpisodeSpent:
+        return honest([group for group in groups if not group.unfinished], before)
 
-    monkeypatch.setattr(episode_budget, "tokens_left_for", of_whole_turns)
+    monkeypatch.setattr(episode_budget, "spent_by", of_whole_turns)
     assert "over its budget" in _found()

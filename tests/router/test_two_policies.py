@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -10,8 +12,10 @@ import pytest
 from scavenger.protocol.messages import (
     Call,
     CloseRun,
+    CommitStep,
     DeliveredGroup,
     DeliveredRow,
+    DeliveryOutcome,
     Denied,
     EndEpisode,
     EpisodeShare,
@@ -21,6 +25,7 @@ from scavenger.protocol.messages import (
     RowTurn,
     RunOpened,
     TurnAccepted,
+    TurnAdvantage,
     pack_tokens,
 )
 from scavenger.router.core import deliveries
@@ -407,6 +412,35 @@ def test_delivered_turns_carry_their_rewards_which_are_durable_and_the_same_afte
     bench.attach_again("s")
     [after] = bench.want()
     assert after == before
+    assert all(turn.group in turns for row in after.episodes[0].rows for turn in row.turns)
+    assert bench.train(1, after) == Ok()
+    assert bench.ledger.delivered_advantages == dict(zip(turns, (0.5, -2.0), strict=True))
+    assert recorded(tmp_path) == [(turns[0], 0.5), (turns[1], -2.0)]
+    bench.begin("s", 0)  # from the checkpoint before
+    assert bench.ledger.delivered_advantages == {}
+    assert recorded(tmp_path) == [(turns[0], None), (turns[1], None)]
+    bench.ledger.close()
+
+
+def recorded(folder: Path) -> list[tuple[int, float | None]]:
+    """Delivered turns and their advantages, as a person reads them."""
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        return connection.execute(
+            "SELECT group_id, advantage FROM v_delivered_turns ORDER BY group_id"
+        ).fetchall()
+
+
+def test_an_advantage_of_no_turn_of_the_delivery_is_left_out_and_the_step_is_taken() -> None:
+    bench = opened()
+    played(bench, "e")
+    assert bench.deliver(with_turns(bench.share("e"), 0.25)) == Ok()
+    [group] = bench.want()
+    [one] = group.episodes
+    said = (TurnAdvantage(0, 0.5), TurnAdvantage(7, 9.0))
+    taken = DeliveryOutcome(one.delivery_id, "consumed", one.reward, 0.5, turns=said)
+    reply = bench.of("s", CommitStep(1, bench.versions["s"], "train", (), {}, deliveries=(taken,)))
+    assert reply == Ok()
+    assert list(bench.ledger.delivered_advantages.values()) == [0.5]
 
 
 def test_delivered_turns_with_equal_tokens_have_their_own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,22 @@ these checks find them.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from scavenger.protocol.messages import DeliveredGroup, EndEpisode, Message
+from scavenger.ledger import records as rec
+from scavenger.protocol.messages import CloseRun, DeliveredGroup, Denied, EndEpisode, Message, Reply
 from scavenger.router.core import deliveries, turns
 from scavenger.router.core.events import JobGone, RouterAction, Send
-from scavenger.router.core.state import ActiveRun
+from scavenger.router.core.state import ActiveRun, EpisodeSpent
 from scavenger.router.core.tables import Core
 from tests.ledger.conftest import new_database
 from tests.ledger.conftest import postgres as postgres
@@ -27,10 +30,17 @@ from tests.router.memory_ledger import Ledger, StoredLedger
 from tests.router.two_policies import GATEWAY, OTHER, TwoRuns, ask
 
 SCHEDULES, MANY, MOVES = 12, 300, 70
+#: Of an episode, in every other schedule: both policies ask for up to three turns of 4 tokens.
+BUDGET = {"turns": 3, "tokens": 10}
 
 
 class Watched(TwoRuns):
     """A bench that checks each group sent to the other trainer against the ledger as it is then."""
+
+    def refused(self) -> int:
+        """Turns over their episode's budget."""
+        replies = (m.body for m in self.mail.get(GATEWAY, []) if isinstance(m, Reply))
+        return sum(isinstance(one, Denied) and one.code == "budget" for one in replies)
 
     def perform(self, actions: list[RouterAction]) -> None:
         for action in actions:
@@ -51,7 +61,8 @@ class Play:
         self.bench.ledger = ledger or self.bench.ledger
         self.bench.begin("s", ahead=8)
         self.bench.announce("s", 0)
-        self.bench.begin("r", ahead=8)
+        self.budget = BUDGET if seed % 2 else {}
+        self.bench.begin("r", ahead=8, budget=self.budget)
         self.bench.announce("r", 0)
         self.bench.auto = False
         self.engines: dict[int, str] = {}
@@ -82,6 +93,12 @@ class Play:
         for policy in self.rng.sample(["", "s"], 2):
             self.bench.of("r", ask(episode, policy), GATEWAY)
 
+    def go_on(self) -> None:
+        """Further turns of episodes that have some."""
+        for episode in self.rng.sample(self.asked[-4:], min(3, len(self.asked))):
+            for policy in self.rng.sample(["", "s"], 2):
+                self.bench.of("r", ask(episode, policy, self.rng.randint(1, 2)), GATEWAY)
+
     def generate(self) -> None:
         self.bench.generate(*self.engines)
 
@@ -95,7 +112,7 @@ class Play:
         """The trainer of `r` restarts, and hands over what it may have handed over."""
         if self.rng.random() < 0.5:
             self.bench.settle()
-            self.bench.begin("r", self.player_step, ahead=8)
+            self.bench.begin("r", self.player_step, ahead=8, budget=self.budget)
             self.bench.settle()
             self.bench.attempts["r"] = self.bench.router.core.runs["r"].attempt
             self.bench.attach_again("r")
@@ -122,13 +139,28 @@ class Play:
     def other_trainer_restarts(self) -> None:
         if self.rng.random() < 0.4:
             self.bench.settle()
-            self.bench.begin("s", self.saved, ahead=8)
+            self._begin_other()
+
+    def other_run_ends(self) -> None:
+        """Episodes of both policies go on without it, until it is opened again."""
+        if self.rng.random() < 0.3:
             self.bench.settle()
-            self.bench.attempts["s"] = self.bench.router.core.runs["s"].attempt
-            self.step, self.here = self.saved, {}
-            self.bench.take(OTHER, DeliveredGroup)
-            self.bench.announce("s", self.step)
-            self._want()
+            self.bench.of("s", CloseRun("stopped"))
+            for conn in [conn for conn, run in self.engines.items() if run == "s"]:
+                del self.engines[conn]
+                self.bench.handle(JobGone(f"job{conn}", 0, "ended", crashed=False))
+            self.go_on()
+            self.bench.settle()
+            self._begin_other()
+
+    def _begin_other(self) -> None:
+        self.bench.begin("s", self.saved, ahead=8)
+        self.bench.settle()
+        self.bench.attempts["s"] = self.bench.router.core.runs["s"].attempt
+        self.step, self.here = self.saved, {}
+        self.bench.take(OTHER, DeliveredGroup)
+        self.bench.announce("s", self.step)
+        self._want()
 
     def settle_episode(self) -> None:
         if self.delivered and self.rng.random() < 0.3:
@@ -184,6 +216,7 @@ class Play:
             self.here[group.group_id] = group
 
     def to_the_end(self) -> Watched:
+        self.go_on()
         self.bench.settle()
         for run in "rs":
             self.bench.engine(conn := next(self.conns), run)
@@ -207,17 +240,54 @@ def play(seed: int, moves: int = MOVES, ledger: Ledger | None = None) -> Watched
         one.again,
         one.train,
         one.other_trainer_restarts,
+        one.go_on,
+        one.other_run_ends,
         one.settle_episode,
         one.lose,
         one.restart,
         one.commit,
     )
     for _ in range(moves):
-        one.rng.choices(names, (2, 6, 8, 5, 2, 5, 1, 2, 1, 2, 6))[0]()
+        one.rng.choices(names, (2, 6, 8, 5, 2, 5, 1, 3, 1, 2, 1, 2, 6))[0]()
     bench = one.to_the_end()
     requests = [t.request for t in bench.ledger.turns.values()]
     assert len(requests) == len(set(requests)), "a request was generated twice"
+    if one.budget:
+        check_budget(bench)
     return bench
+
+
+@dataclass
+class Had:
+    """Of one episode of `r`, by both policies."""
+
+    turns: int = 0
+    tokens: int = 0
+
+
+def check_budget(bench: Watched) -> None:
+    """By the ledger's records, in their order: no turn may have more than was left when it was asked for, whichever run had it."""
+    player = bench.router.core.runs["r"].id
+    of: dict[int, Had] = {}  # episode, of either run
+    by_name: dict[str, Had] = {}
+    made: dict[int, rec.GroupCreated] = {}
+    groups: dict[int, Had] = {}
+    for record in bench.ledger.log:
+        if isinstance(record, rec.EpisodeBegun):
+            if record.run_id == player:
+                by_name[record.name] = Had()
+            of[record.episode_id] = by_name[record.name]
+        elif isinstance(record, rec.GroupCreated):
+            made[record.group_id] = record
+        elif isinstance(record, rec.TurnBegun):
+            had = groups[record.group_id] = of[record.episode_id]
+            had.turns += 1
+            assert had.turns <= BUDGET["turns"], "an episode has turns over its budget"
+            group = made[record.group_id]
+            most = group.n * json.loads(group.sampling)["max_tokens"]
+            assert most <= BUDGET["tokens"] - had.tokens, "a turn may have more than is left: over its budget"
+        elif isinstance(record, rec.ChunkAccepted):
+            groups[bench.ledger.samples[record.sample_id].group_id].tokens += len(record.tokens) // 4
 
 
 def counts(bench: Watched) -> dict[str, int]:
@@ -228,10 +298,12 @@ def counts(bench: Watched) -> dict[str, int]:
 
 
 def test_random_schedules_of_two_policies() -> None:
-    taken = 0
+    taken = refused = 0
     for seed in range(SCHEDULES):
-        taken += counts(play(seed)).get("consumed", 0)
+        bench = play(seed)
+        taken, refused = taken + counts(bench).get("consumed", 0), refused + bench.refused()
     assert taken > 3 * SCHEDULES, "the schedules train hardly anything"
+    assert refused > SCHEDULES, "the schedules reach hardly any budget"
 
 
 @pytest.mark.long
@@ -309,6 +381,25 @@ def test_a_turn_that_is_delivered_twice_is_found(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(turns, "restore_episodes", forgetful)
     assert "delivered twice" in found_in()
+
+
+def test_a_budget_that_forgets_an_ended_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_keep_spent", lambda *_: None)
+    assert "over its budget" in found_in()
+
+
+def test_a_restart_that_forgets_what_an_ended_policy_had_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = turns.restore_episodes
+
+    def forgetful(core: Core, runs: Mapping[int, ActiveRun], snapshot: Any) -> Any:
+        found = honest(core, runs, snapshot)
+        for run in runs.values():
+            for episode in run.turns.episodes.values():
+                episode.spent = EpisodeSpent()
+        return found
+
+    monkeypatch.setattr(turns, "restore_episodes", forgetful)
+    assert "over its budget" in found_in(400)
 
 
 def test_a_delivery_before_it_is_durable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

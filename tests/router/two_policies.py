@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from hashlib import sha256
+from typing import Any
 
 from scavenger.protocol.messages import (
     PROTOCOL,
@@ -12,8 +14,10 @@ from scavenger.protocol.messages import (
     CallBody,
     CommitStep,
     Deliver,
+    DeliveredEpisode,
     DeliveredGroup,
     DeliveredRow,
+    DeliveryOutcome,
     EpisodeOutcome,
     EpisodeShare,
     OpenRun,
@@ -22,8 +26,8 @@ from scavenger.protocol.messages import (
     RecordCheckpoint,
     ReplyBody,
     RunOpened,
-    SampleOutcome,
     Sampling,
+    TurnAdvantage,
     WantDeliveries,
     WeightsLoaded,
     WorkerHello,
@@ -37,8 +41,17 @@ PROMPT = pack_tokens([5, 6, 7])
 TOKENS = 4
 
 
-def open_body(run: str, resume_step: int = 0, *, steps: int = 9, ahead: int = 1) -> OpenRun:
-    data = {"policies": {"other": {"run": "s"}}} if run == "r" else {"episodes_of": "r"}
+def open_body(
+    run: str,
+    resume_step: int = 0,
+    *,
+    steps: int = 9,
+    ahead: int = 1,
+    budget: Mapping[str, float] | None = None,
+) -> OpenRun:
+    """`budget`: of each episode of `r` (`turns`, `tokens`, `s`)."""
+    bounds: dict[str, Any] = {f"budget_{key}": most for key, most in (budget or {}).items()}
+    data = {"policies": {"other": {"run": "s"}}} | bounds if run == "r" else {"episodes_of": "r"}
     section = CONFIG["run"] | {"name": run, "steps": steps}
     config = json.dumps({"run": section, "data": data, "algorithm": {"max_off_policy_steps": ahead}})
     return OpenRun(
@@ -60,12 +73,18 @@ def open_body(run: str, resume_step: int = 0, *, steps: int = 9, ahead: int = 1)
         policies=("s",) if run == "r" else (),
         episodes_of="" if run == "r" else "r",
         serves_only=steps == 0,
+        **(bounds if run == "r" else {}),
     )
 
 
 def ask(episode: str, policy: str = "", number: int = 0) -> OpenTurn:
     request = sha256(f"{policy} {episode} {number}".encode()).digest()
     return OpenTurn(episode, request, sha256(request).digest(), PROMPT, 1, Sampling(TOKENS), (), policy)
+
+
+def turn_advantages(one: DeliveredEpisode) -> tuple[TurnAdvantage, ...]:
+    """Twice what each rewarded turn earned."""
+    return tuple(TurnAdvantage(turn.number, 2 * turn.reward) for row in one.rows for turn in row.turns)
 
 
 class TwoRuns(Bench):
@@ -86,7 +105,7 @@ class TwoRuns(Bench):
         self.handle(TrainerCalled(at, who, Call(self.call_id, run, fenced, body)))
         return self.answer(self.call_id, at)
 
-    def begin(self, run: str, resume_step: int = 0, **how: int) -> ReplyBody | None:
+    def begin(self, run: str, resume_step: int = 0, **how: Any) -> ReplyBody | None:
         reply = self.of(run, open_body(run, resume_step, **how))
         if isinstance(reply, RunOpened):
             self.attempts[run] = reply.attempt
@@ -126,7 +145,7 @@ class TwoRuns(Bench):
         for conn in conns:
             for lease in self.leases(conn):
                 begin = len(lease.accepted) // 4
-                self.chunk(conn, lease, begin, TOKENS - begin)
+                self.chunk(conn, lease, begin, lease.sampling.max_tokens - begin)
 
     def attach_again(self, run: str) -> None:
         self.of(run, Attach(run, ()))
@@ -141,7 +160,9 @@ class TwoRuns(Bench):
         asked = [ask(episode, "s", number) for number in range(turns)]
         rows = []
         for one in asked:
-            tokens, logprobs, _, _ = payload(self.sample_of(one), 0, TOKENS)
+            sample = self.sample_of(one)
+            length = len(self.ledger.samples[sample].tokens) // 4 or TOKENS  # fewer where a budget said so
+            tokens, logprobs, _, _ = payload(sample, 0, length)
             rows.append(DeliveredRow(PROMPT, tokens, b"", logprobs))
         return EpisodeShare(episode, index, reward, tuple(one.request for one in asked), tuple(rows))
 
@@ -155,7 +176,7 @@ class TwoRuns(Bench):
     def train(self, step: int, *groups: DeliveredGroup) -> ReplyBody | None:
         """The trainer of `s` takes a step with these."""
         taken = tuple(
-            SampleOutcome(one.delivery_id, "consumed", one.reward, 0.5)
+            DeliveryOutcome(one.delivery_id, "consumed", one.reward, 0.5, turns=turn_advantages(one))
             for group in groups
             for one in group.episodes
         )

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError
 from trainer.episodes import branches, wire
-from trainer.episodes.relay import OVER_BUDGET, SESSION, Playing, Relay, is_budget_spent
+from trainer.episodes.relay import SESSION, Playing, Relay, is_budget_spent
+from trainer.episodes.wire import OVER_BUDGET
 from trainer.tasks import calculator, proposer_solver
 
 #: Of each environment its agents.
@@ -211,15 +212,15 @@ class BuiltIn:
             for policy in ("", *_others(self._setup))
         }
         mine = parts.pop("")
-        if mine is None:
+        if mine is None and not playing.stopped_by:
             return wire.Played(ask.episode, error="no agent of this run spoke")
         taken = playing.taken()
         return wire.Played(
             ask.episode,
-            mine.reward,
+            mine.reward if mine is not None else 0.0,
             {f"reward_{agent}": reward for agent, reward in sorted(rewards.items())},
-            mine.branches,
-            mine.calls,
+            mine.branches if mine is not None else (),
+            mine.calls if mine is not None else (),
             tuple(version for _, version in taken),
             "length" if playing.stopped_by else "stop",
             playing.stopped_by,

@@ -63,6 +63,9 @@ class DeliveredRun(PassingRun):
         self._beyond: dict[
             int, tuple[int, ...]
         ] = {}  # filled groups -> their deliveries that no sample is of
+        self._advantages: dict[
+            int, Mapping[int, float]
+        ] = {}  # by delivery: of rewarded turns, as the step trains them
         self._next_empty = -1
         self._came: list[messages.DeliveredGroup] = []  # in no group yet
         self._wanted: tuple[int, int] | None = None
@@ -169,6 +172,7 @@ class DeliveredRun(PassingRun):
     def rows(
         self, sample: messages.DoneSample, advantage: float, of_turns: Mapping[int, float]
     ) -> tuple[TrainRow, ...]:
+        self._advantages[sample.sample_id] = of_turns
         return self._rows_of(self._here[sample.sample_id].rows, sample.sample_id, advantage, of_turns)
 
     def turn_rewards(self, sample: messages.DoneSample) -> Mapping[int, float]:
@@ -190,22 +194,40 @@ class DeliveredRun(PassingRun):
         differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
         """Record that the step was taken with these deliveries. Token differences are not kept of them."""
-        outcomes = [one for one in outcomes if one.sample_id > 0]
-        taken = {one.sample_id for one in outcomes}
+        mine = [self._outcome(one) for one in outcomes if one.sample_id > 0]
+        taken = {one.sample_id for one in mine}
         over = [id_ for id_, of_group in self._groups.items() if of_group <= taken]
         beyond = [
-            messages.SampleOutcome(delivery, "filtered", 0.0, 0.0, OVER)
+            messages.DeliveryOutcome(delivery, "filtered", 0.0, 0.0, OVER)
             for id_ in over
             for delivery in self._beyond.pop(id_)
         ]
-        behind = [version - self._here[one.sample_id].version for one in outcomes]
+        behind = [version - self._here[one.sample_id].version for one in mine]
         metrics |= {"versions_behind": sum(behind) / len(behind)} if behind else {}
-        self._run.commit(step, version, (), metrics, purpose, (), decisions, (), [*outcomes, *beyond])
+        self._run.commit(step, version, (), metrics, purpose, (), decisions, (), [*mine, *beyond])
         for delivery in taken:
             del self._here[delivery]
+            self._advantages.pop(delivery, None)
         for id_ in over:
             del self._groups[id_]
         self._want()
+
+    def _outcome(self, one: messages.SampleOutcome) -> messages.DeliveryOutcome:
+        """With the advantage of each turn that was rewarded: its own where the step trained it, else the episode's."""
+        own = self._advantages.get(one.sample_id, {}) if one.outcome == "consumed" else {}
+        return messages.DeliveryOutcome(
+            one.sample_id,
+            one.outcome,
+            one.reward,
+            one.advantage,
+            one.reason,
+            one.reward_version,
+            tuple(
+                messages.TurnAdvantage(turn.number, own.get(turn.number, one.advantage))
+                for row in self._here[one.sample_id].rows
+                for turn in row.turns
+            ),
+        )
 
 
 def said(row: messages.DeliveredRow) -> bytes:

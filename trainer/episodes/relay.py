@@ -34,7 +34,7 @@ from starlette.routing import Route
 from scavenger.asyncio_helpers import listening_socket
 from scavenger.backoff import backoff_s
 from scavenger.protocol.messages import BUDGET_SPENT
-from trainer.episodes import naming, tools
+from trainer.episodes import naming, tools, wire
 from trainer.episodes.naming import Calls, Setting
 
 SESSION = "x-session-id"
@@ -44,8 +44,6 @@ POLICY = "x-scavenger-policy"
 NAMELESS = "-"
 #: What the package sends along and the gateway has no use for: of sampling, and of the body.
 DROPPED_SAMPLING, DROPPED = ("routed_experts_prompt_start",), ("cache_salt", "priority")
-#: What an episode is stopped by that has used up its budget.
-OVER_BUDGET = "budget"
 #: As the gateway's own largest.
 MOST_BODY_BYTES = 16 << 20
 #: How many of these the calls of one episode hold together, and how many of its tools are asked at once.
@@ -90,9 +88,9 @@ class Playing:
 
     def end_over_budget(self, agent: int) -> None:
         """The episode has used up its budget: the agent ends here, and what was said is rewarded."""
-        self.stopped_by = OVER_BUDGET
+        self.stopped_by = wire.OVER_BUDGET
         if (stop := self.stops.get(agent)) is not None:
-            stop(OVER_BUDGET)
+            stop(wire.OVER_BUDGET)
 
 
 class _Server(uvicorn.Server):

@@ -29,7 +29,10 @@ from scavenger.weights.manifest import Manifest
 from trainer.data.batching import TrainRow
 from trainer.episodes import wire
 from trainer.episodes.passing import Daemon, PassingRun, turn_rewards_of
+from trainer.episodes.wire import OVER_BUDGET
 
+#: Why an episode has no row of this run's; `scavenger.ledger.redaction` knows it.
+NOT_HEARD = "the episode's budget was used up before an agent of this run spoke"
 #: Between two looks at the daemon while episodes are waited for.
 LOOK_S = 0.25
 #: Seconds of waiting between two lines that say how far a step's episodes are.
@@ -79,9 +82,18 @@ class Lost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """It is a sample without a reward, and no failure: its budget was used up before an agent of this run spoke. What agents of other runs
+    said in it counts.
+    """
+
+    reason: str
+
+
 def verdict(
     played: wire.Played, wrong_weights: str, lives: int, failures: int, retries: int
-) -> Keep | Again | Lost:
+) -> Keep | Again | Lost | Unheard:
     """What becomes of an episode that is over. `wrong_weights`: why its turns are not the step's. `lives`, `failures`: before this one.
 
     A failure is tried again, unless it is final, as a reward function's is (`reward.retries`). Other lives end for reasons of ours, and
@@ -94,6 +106,8 @@ def verdict(
         return Lost(f"failed: {played.error}")
     if played.error:
         return Again(played.error, True) if failures < retries else Lost(f"failed: {played.error}")
+    if not played.branches and played.stopped_by == OVER_BUDGET:
+        return Unheard(NOT_HEARD)
     if not played.branches:
         return Lost("the model said nothing in it")
     return Keep()
@@ -114,7 +128,9 @@ def progress_line(purpose: str, step: int, over: int, episodes: int, turns: int)
 
 @dataclass(slots=True)
 class _Episode:
-    """One episode of a group, over its lives. `earlier`: names of those that are over, and why."""
+    """One episode of a group, over its lives. `earlier`: names of those that are over, and why. `lost`: why it is a sample without a
+    reward.
+    """
 
     id: int
     group: _Group
@@ -280,6 +296,8 @@ class EpisodeRun(PassingRun):
                 episode.lives += 1
                 episode.failures += failed
                 self._play(episode)
+            case Unheard(reason=reason):
+                episode.played, episode.lost = played, reason
             case Lost(reason=reason):
                 if self._settings.stops:
                     raise RewardError(
@@ -312,7 +330,7 @@ class EpisodeRun(PassingRun):
         return ""
 
     def _whole(self, group: _Group) -> messages.GroupDone:
-        kept = [one.played for one in group.episodes if one.played is not None]
+        kept = [one.played for one in group.episodes if one.played is not None and one.played.branches]
         return messages.GroupDone(
             group.id,
             group.step,
@@ -327,7 +345,7 @@ class EpisodeRun(PassingRun):
     def _sample(self, episode: _Episode) -> messages.DoneSample:
         """The episode as one sample: all that the model said in it, one turn after another."""
         played = episode.played
-        if played is None:
+        if played is None or episode.lost:
             return messages.DoneSample(
                 episode.id, episode.index, b"", b"", b"", "stop", 0, error=episode.lost
             )

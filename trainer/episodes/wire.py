@@ -23,6 +23,8 @@ from scavenger.protocol.messages.common import MAX_HELLO_BYTES, MAX_MESSAGE_BYTE
 
 #: Names of the environments that are built in begin so (`builtin`).
 BUILT_IN = "builtin:"
+#: `Played.stopped_by` of an episode that has used up its budget.
+OVER_BUDGET = "budget"
 #: Between two signs of life over a socket, and the silence after which the other side counts as lost.
 BEAT_S, LEASE_S = 2.0, 15.0
 #: Of an environment's words that a message quotes.

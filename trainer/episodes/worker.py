@@ -192,6 +192,8 @@ def result_of(
         if trace.agent.trainable:
             by_policy.setdefault((policies or {}).get(trace.agent.name, ""), []).append(trace)
     rewards = {policy: _reward_of(traces, over) for policy, traces in by_policy.items()}
+    if playing.stopped_by and not by_policy[""]:
+        rewards[""] = 0.0  # the budget was used up before it was its agents' turn: they have no rows
     for policy, value in rewards.items():
         if not math.isfinite(value):
             whose = f" of run {policy!r}" if policy else ""
@@ -212,7 +214,7 @@ def result_of(
         "length"
         if playing.stopped_by or any(one.is_truncated or one.is_timeout for one in traces)
         else "stop",
-        next((one for one in stopped if one), ""),
+        next((one for one in stopped if one), playing.stopped_by),
         others=tuple(
             wire.PolicyPart(
                 policy,

@@ -401,11 +401,16 @@ KINDS: dict[type[Record], Kind] = {
             reason="",
             begun_at=":at",
             worker="",
+            spent_turns=0,
+            spent_tokens=0,
         ),
         creates="episodes",
     ),
     r.EpisodeEnded: _kind(
         _update(t.episodes, "episode_id", **_fields("state reason worker"), ended_at=":at"), uses="episodes"
+    ),
+    r.EpisodeSpent: _kind(
+        _update(t.episodes, "episode_id", spent_turns=":turns", spent_tokens=":tokens"), uses="episodes"
     ),
     r.TurnBegun: _kind(
         _insert(
@@ -437,7 +442,11 @@ KINDS: dict[type[Record], Kind] = {
         creates="deliveries",
     ),
     r.TurnDelivered: _kind(
-        _insert(t.delivered_turns, **_fields("group_id run_id delivery_id")), creates="delivered_turns"
+        _insert(t.delivered_turns, **_fields("group_id run_id delivery_id"), advantage=None),
+        creates="delivered_turns",
+    ),
+    r.DeliveredTurnTaken: _kind(
+        _update(t.delivered_turns, "group_id", advantage=":advantage"), uses="delivered_turns"
     ),
     r.DeliveryTaken: _kind(
         _update(

@@ -123,6 +123,7 @@ from scavenger.protocol.messages.trainer import (
     DataDecision,
     DeferLate,
     Deferred,
+    DeliveryOutcome,
     Denied,
     DoneSample,
     EndReserved,
@@ -150,6 +151,7 @@ from scavenger.protocol.messages.trainer import (
     TokenDifferences,
     ToTrainer,
     Trained,
+    TurnAdvantage,
     TurnOutcome,
 )
 from scavenger.protocol.messages.worker import (
@@ -251,6 +253,7 @@ __all__ = [
     "DeliveredEpisode",
     "DeliveredGroup",
     "DeliveredRow",
+    "DeliveryOutcome",
     "Denied",
     "Digest",
     "DoneSample",
@@ -321,6 +324,7 @@ __all__ = [
     "ToolState",
     "Trained",
     "TurnAccepted",
+    "TurnAdvantage",
     "TurnOutcome",
     "TurnTokens",
     "UseWeights",

@@ -42,12 +42,13 @@ TurnReward = Annotated[float, msgspec.Meta(ge=-1e13, le=1e13)]
 
 class RowTurn(MessagePart, frozen=True):
     """One turn of an episode, as a row trains it: its place among the episode's turns, from 0; how many of the row's trained tokens are
-    its; and which part of the episode's reward the environment says it earned.
+    its; and which part of the episode's reward the environment says it earned. `group`: the daemon's number of it, which the daemon says.
     """
 
     number: Count
     tokens: Positive
     reward: TurnReward
+    group: Count = 0
 
 
 #: The turns of one row, in the order of its trained tokens. Empty: the environment does not reward turns.

@@ -188,6 +188,21 @@ class SampleOutcome(MessagePart, frozen=True):
     reward_version: BoundedText = ""  # of the function that gave the reward
 
 
+class TurnAdvantage(MessagePart, frozen=True):
+    """The advantage, in a step, of the turn with this number (`RowTurn`)."""
+
+    number: Count
+    advantage: float
+
+
+class DeliveryOutcome(SampleOutcome, frozen=True):
+    """What became of a delivery, which `sample_id` names. `turns`: of those that the environment rewards; `advantage` is then that of the
+    whole reward.
+    """
+
+    turns: Annotated[tuple[TurnAdvantage, ...], msgspec.Meta(max_length=MAX_USED_TURNS)] = ()
+
+
 class TokenDifferences(MessagePart, frozen=True):
     """How far trainer and engine are apart at each token of one sample, in the step that trains it.
 
@@ -272,7 +287,7 @@ class CommitStep(Message, frozen=True):
 
     `episodes`: that it was taken with, of an environment; they end. Such a step submitted no groups. `differences`: of some of its
     samples; what fits none of them is left out, and an event says how much. `deliveries`: of another run's episodes, whole groups that
-    the step was taken with; `sample_id` is a delivery's id.
+    the step was taken with.
     """
 
     step: int
@@ -283,7 +298,7 @@ class CommitStep(Message, frozen=True):
     episodes: tuple[EpisodeOutcome, ...] = ()
     decisions: Annotated[tuple[DataDecision, ...], msgspec.Meta(max_length=MAX_DATA_DECISIONS)] = ()
     differences: Annotated[tuple[TokenDifferences, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
-    deliveries: Annotated[tuple[SampleOutcome, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
+    deliveries: Annotated[tuple[DeliveryOutcome, ...], msgspec.Meta(max_length=MAX_CALL_SAMPLES)] = ()
 
 
 class RecordCheckpoint(Message, frozen=True):

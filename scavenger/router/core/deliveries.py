@@ -17,6 +17,7 @@ Boundary: two runs' calls on each other; whatever else a run does it does alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
@@ -30,6 +31,7 @@ from scavenger.protocol.messages import (
     DeliveredEpisode,
     DeliveredGroup,
     DeliveredRow,
+    DeliveryOutcome,
     Denied,
     EpisodeShare,
     EpisodesOver,
@@ -149,7 +151,7 @@ def deliver(core: Core, run: ActiveRun, body: Deliver) -> ReplyBody:
     other = other_run(core, run, body.policy)
     if isinstance(other, Denied):
         return other
-    fresh: list[tuple[Episode, EpisodeShare, Mapping[int, float]]] = []
+    fresh: list[tuple[Episode, EpisodeShare, tuple[DeliveredRow, ...]]] = []
     for share in body.shares:
         episode = other.turns.episodes.get(share.episode)
         if share.episode in other.turns.ended or (episode is not None and episode.delivered):
@@ -159,16 +161,16 @@ def deliver(core: Core, run: ActiveRun, body: Deliver) -> ReplyBody:
             return Denied("invalid", why, "deliver what the policy of the run said")
         if why := _fault_of_share(other, episode, share):
             return Denied("invalid", why, "deliver whole turns of the policy of the run, and each once")
-        earned = _earned(episode, share)
-        if earned is None:
+        rows = _with_groups(episode, share)
+        if rows is None:
             why = f"episode {share.episode!r} rewards a turn that is none of those it names, or one twice"
             return Denied("invalid", why, "reward turns that the share names, and each once")
-        fresh.append((episode, share, earned))
+        fresh.append((episode, share, rows))
     if len({share.episode for _, share, _ in fresh}) != len(fresh):
         return Denied("invalid", "an episode is named twice", "deliver each episode once")
     group = core.next_delivery_id
-    for episode, share, rewards in fresh:
-        _make(core, run, other, body, group, episode, share, rewards)
+    for episode, share, rows in fresh:
+        _make(core, run, other, body, group, episode, share, rows)
     if fresh:
         _bound(core, other)
         send(core, other)
@@ -190,16 +192,27 @@ def _fault_of_share(other: ActiveRun, episode: Episode, share: EpisodeShare) -> 
     return ""
 
 
-def _earned(episode: Episode, share: EpisodeShare) -> dict[int, float] | None:
-    """What the turns earned that the environment rewards, by their groups; None: one of them is no turn that the share names."""
+def _with_groups(episode: Episode, share: EpisodeShare) -> tuple[DeliveredRow, ...] | None:
+    """The rows, of which each turn that the environment rewards has its group; None: one of them is no turn that the share names."""
     by_end = samples_by_end(episode, share.used)
-    earned: dict[int, float] = {}
+    rows = []
     for row in share.rows:
+        turns = []
         for turn, end in turn_ends(row.prompt, row.completion, row.mask, row.turns):
             sample = take_sample(by_end, end)
             if sample is None:
                 return None
-            earned[sample.group.id] = earned.get(sample.group.id, 0.0) + turn.reward
+            turns.append(msgspec.structs.replace(turn, group=sample.group.id))
+        rows.append(msgspec.structs.replace(row, turns=tuple(turns)))
+    return tuple(rows)
+
+
+def _earned(rows: Iterable[DeliveredRow]) -> dict[int, float]:
+    """What the turns earned that the environment rewards, by their groups: of all completions of a turn together."""
+    earned: dict[int, float] = {}
+    for row in rows:
+        for turn in row.turns:
+            earned[turn.group] = earned.get(turn.group, 0.0) + turn.reward
     return earned
 
 
@@ -243,7 +256,7 @@ def _make(
     group: int,
     episode: Episode,
     share: EpisodeShare,
-    earned: Mapping[int, float],
+    rows: tuple[DeliveredRow, ...],
 ) -> None:
     turns = [episode.turns[request] for request in dict.fromkeys(share.used)]
     delivery = Delivery(
@@ -256,7 +269,7 @@ def _make(
         share.episode,
         share.reward,
         min(turn.version for turn in turns),
-        share.rows,
+        rows,
     )
     core.next_delivery_id += 1
     episode.delivered = True
@@ -283,7 +296,7 @@ def _make(
             core.now,
         ),
         *(rec.TurnDelivered(turn.id, other.id, delivery.id) for turn in turns),
-        *(rec.TurnRewarded(turn, reward) for turn, reward in earned.items()),
+        *(rec.TurnRewarded(turn, reward) for turn, reward in _earned(rows).items()),
     )
 
 
@@ -416,8 +429,19 @@ def settle(core: Core, run: ActiveRun, body: CommitStep) -> None:
                 run.attempt,
                 outcome.advantage,
                 core.now,
-            )
+            ),
+            *(rec.DeliveredTurnTaken(turn, advantage) for turn, advantage in _advantages(one, outcome)),
         )
+
+
+def _advantages(one: Delivery, outcome: DeliveryOutcome) -> list[tuple[int, float]]:
+    """By group, what turns of the delivery had in the step: the mean, of several completions. What is no turn of it is left out."""
+    groups = {turn.number: turn.group for row in one.rows for turn in row.turns if turn.group}
+    found: dict[int, list[float]] = {}
+    for turn in outcome.turns:
+        if turn.number in groups:
+            found.setdefault(groups[turn.number], []).append(turn.advantage)
+    return [(group, math.fsum(some) / len(some)) for group, some in found.items()]
 
 
 def resumed(run: ActiveRun) -> None:
@@ -435,7 +459,10 @@ def taken_back(core: Core, run: ActiveRun, taken: Iterable[rec.DeliveryState]) -
         one.transition(DeliveryStep.RESTORE_TAKEN)
         one.transition(DeliveryStep.REOPEN)
         run.deliveries.by_id[one.id] = one
-        core.record(rec.DeliveryReopened(one.id, run.attempt, core.now))
+        core.record(
+            rec.DeliveryReopened(one.id, run.attempt, core.now),
+            *(rec.DeliveredTurnTaken(turn, None) for turn in _earned(one.rows) if turn),
+        )
         if not one.rows:
             beyond[one.group] = []
     for one in run.deliveries.by_id.values():

@@ -3,8 +3,8 @@
     OpenTurn -> `tokens_left_for` -> the tokens that each of its samples may have, or why the turn is not made
 
 A turn has at most the tokens that were left when it was asked for. Turns that are open at once do not wait for each other: together they
-may have more. A turn that was given up for weights that are gone counts nothing, since nobody had it. What another policy generated counts
-for as long as its run is open.
+may have more. A turn that was given up for weights that are gone counts nothing, since nobody had it. What another policy had stays spent
+when its run ends before the episode does (`EpisodeSpent`).
 
 Boundary: a rule of `turns`; it changes nothing.
 """
@@ -14,24 +14,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scavenger.protocol.messages import Denied
-from scavenger.router.core.state import EpisodeBudget, Group
+from scavenger.router.core.state import EpisodeBudget, EpisodeSpent, Group
+
+
+def spent_by(groups: Iterable[Group], before: EpisodeSpent) -> EpisodeSpent:
+    """What these turns had, whole or not, and what was spent `before`."""
+    turns = list(groups)
+    tokens = sum(sample.accepted for group in turns for sample in group.samples)
+    return EpisodeSpent(before.turns + len(turns), before.tokens + tokens)
 
 
 def tokens_left_for(
-    budget: EpisodeBudget, name: str, groups: Iterable[Group], age_s: float, n: int, asked: int
+    budget: EpisodeBudget, name: str, spent: EpisodeSpent, age_s: float, n: int, asked: int
 ) -> int | Denied:
     """Of `asked` tokens those that each of the `n` samples of a new turn may have.
 
-    `groups`: the turns of the episode `name` so far. `age_s`: seconds since it began. `Denied` "budget": no turn is made any more.
+    `spent`: by the turns of the episode `name` so far. `age_s`: seconds since it began. `Denied` "budget": no turn is made any more.
     """
-    turns = list(groups)
-    if budget.turns and len(turns) >= budget.turns:
+    if budget.turns and spent.turns >= budget.turns:
         return _used_up(name, "turns", f"{budget.turns}")
     if budget.seconds and age_s >= budget.seconds:
         return _used_up(name, "s", f"{budget.seconds:g}")
     if not budget.tokens:
         return asked
-    left = budget.tokens - sum(sample.accepted for group in turns for sample in group.samples)
+    left = budget.tokens - spent.tokens
     if left <= 0:
         return _used_up(name, "tokens", f"{budget.tokens}")
     if left < n:

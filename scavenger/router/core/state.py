@@ -417,6 +417,14 @@ class Turn:
     followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeSpent:
+    """Of an episode's budget, by turns that are not in memory any more."""
+
+    turns: int = 0
+    tokens: int = 0
+
+
 @dataclass(slots=True)
 class Episode:
     """One agent on one task. `turns`: by request, in the order in which they were asked for; none once it has ended."""
@@ -430,6 +438,8 @@ class Episode:
     prefixes: Prefixes = field(default_factory=Prefixes)  # what its next prompts may begin with
     tools: dict[str, ToolCall] = field(default_factory=dict)  # by their names
     delivered: bool = False  # what this run's policy said in it, to the run's trainer
+    #: What other policies had whose part in it is over, while this run, which plays it, goes on.
+    spent: EpisodeSpent = EpisodeSpent()
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""

@@ -45,6 +45,7 @@ from scavenger.router.core.state import (
     CachedAt,
     Episode,
     EpisodeBudget,
+    EpisodeSpent,
     Group,
     Sample,
     Turn,
@@ -229,8 +230,9 @@ def _within_budget(core: Core, player: ActiveRun, body: OpenTurn) -> int | Denie
     episode = player.turns.episodes.get(body.episode)
     parts = (one.turns.episodes.get(body.episode) for one in (player, *deliveries.others_of(core, player)))
     groups = (group for part in parts if part is not None for group in part.turns.values())
+    spent = episode_budget.spent_by(groups, episode.spent if episode is not None else EpisodeSpent())
     age_s = core.now - episode.begun_at if episode is not None else 0.0
-    return episode_budget.tokens_left_for(budget, body.episode, groups, age_s, body.n, asked)
+    return episode_budget.tokens_left_for(budget, body.episode, spent, age_s, body.n, asked)
 
 
 def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
@@ -617,6 +619,7 @@ def _end(
     else it has is surplus.
     """
     episode.transition(EpisodeStep.END)
+    _keep_spent(core, run, episode)
     for request, group in episode.turns.items():
         if used is None or request not in used:
             _give_up(core, group, reason, "served" if used is None else "surplus")
@@ -630,6 +633,17 @@ def _end(
     for other in deliveries.others_of(core, run):
         if (part := other.turns.episodes.get(episode.name)) is not None:
             _end(core, other, part, state, f"run {run.name} ended the episode", worker=worker)
+
+
+def _keep_spent(core: Core, run: ActiveRun, part: Episode) -> None:
+    """A policy's part is over, and its turns leave memory. Where the episode goes on, its budget stays as spent as it is."""
+    player = deliveries.player_of(core, run)
+    whole = player.turns.episodes.get(part.name) if player is not None else None
+    if player is None or whole is None or not part.turns:
+        return
+    if any(one is run for one in deliveries.others_of(core, player)):
+        whole.spent = episode_budget.spent_by(part.turns.values(), whole.spent)
+        core.record(rec.EpisodeSpent(whole.id, whole.spent.turns, whole.spent.tokens))
 
 
 def _give_up(core: Core, group: Group, reason: str, whole: str = "served") -> None:
@@ -666,7 +680,13 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         run = runs.get(state.run_id)
         if run is None or run.ended:
             continue
-        episode = Episode(state.episode_id, state.name, state.begun_at, delivered=bool(state.delivered))
+        episode = Episode(
+            state.episode_id,
+            state.name,
+            state.begun_at,
+            delivered=bool(state.delivered),
+            spent=EpisodeSpent(state.spent_turns, state.spent_tokens),
+        )
         if state.state == "open":
             episode.transition(EpisodeStep.OPEN)
             run.turns.episodes[state.name] = by_id[state.episode_id] = episode

@@ -137,6 +137,15 @@ def test_an_agent_whose_turn_it_no_longer_is_has_no_part(tmp_path: Path) -> None
         )
     assert (played.error, played.finish, played.stopped_by, played.others) == ("", "length", "budget", ())
     assert (played.calls, played.parts) == (("0.0",), {"reward_proposer": 0.0})
-    with refusing_after(0, []) as endpoint:
-        played = play(setup_of(config(tmp_path, environment="builtin:proposer-solver"), endpoint))
-    assert (played.error, played.branches) == ("no agent of this run spoke", ())
+
+
+def test_an_episode_in_which_no_agent_of_the_run_had_a_turn_is_no_failure(tmp_path: Path) -> None:
+    calculator.write_tokenizer(tmp_path)
+    other = {proposer_solver.PROPOSER: {"run": "s"}}
+    with refusing_after(1, ids("3", ended=False)) as endpoint:
+        played = play(
+            setup_of(config(tmp_path, environment="builtin:proposer-solver", policies=other), endpoint)
+        )
+    assert (played.error, played.branches, played.calls, played.stopped_by) == ("", (), (), "budget")
+    [part] = played.others
+    assert (part.run, part.reward, part.calls) == ("s", 0.0, ("0.0",))

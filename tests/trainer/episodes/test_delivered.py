@@ -24,7 +24,7 @@ class Script:
         self.fleet = messages.Fleet(0, 0, 0, 0, 0)
         self.wanted: list[tuple[int, int]] = []
         self.groups: list[messages.DeliveredGroup] = []
-        self.commits: list[tuple[int, tuple[messages.SampleOutcome, ...]]] = []
+        self.commits: list[tuple[int, tuple[messages.DeliveryOutcome, ...]]] = []
         self.episodes_over = ""
         self.polls = 0
 
@@ -49,7 +49,7 @@ class Script:
         episodes: Sequence[messages.EpisodeOutcome] = (),
         decisions: Sequence[messages.DataDecision] = (),
         differences: Sequence[messages.TokenDifferences] = (),
-        deliveries: Sequence[messages.SampleOutcome] = (),
+        deliveries: Sequence[messages.DeliveryOutcome] = (),
     ) -> None:
         assert not outcomes
         assert not episodes
@@ -109,6 +109,27 @@ def test_delivered_turns_that_are_rewarded_have_their_own_advantages() -> None:
     assert [run.turn_rewards(sample) for sample in came.samples] == [{0: 0.5, 1: 0.25}, {}]
     [trained] = run.rows(came.samples[0], 0.25, {0: 0.25, 1: -1.0})
     assert trained.turns == ((1, 0.25), (1, -1.0))
+    run.commit(1, 1, [outcome(came.samples[0]), outcome(came.samples[1], "masked")], {})
+    [(_, said)] = script.commits
+    assert [[(turn.number, turn.advantage) for turn in one.turns] for one in said] == [
+        [(0, 0.25), (1, -1.0)],
+        [],
+    ]
+
+
+def test_turns_of_a_delivery_that_is_not_trained_have_its_advantage() -> None:
+    script, run = opened()
+    run.submit(1, 1, specs(1))
+    group = delivered(7, [1.0])
+    rows = (msgspec.structs.replace(group.episodes[0].rows[0], turns=(messages.RowTurn(3, 2, 0.5),)),)
+    script.groups = [
+        msgspec.structs.replace(group, episodes=(msgspec.structs.replace(group.episodes[0], rows=rows),))
+    ]
+    [came] = run.poll(0.0)
+    run.rows(came.samples[0], 0.25, {3: -1.0})
+    run.commit(1, 1, [outcome(came.samples[0], "filtered")], {})
+    [(_, (said,))] = script.commits
+    assert said.turns == (messages.TurnAdvantage(3, said.advantage),)
 
 
 def test_a_group_in_which_the_policy_had_less_part_is_filled_up_and_one_with_more_is_cut() -> None:

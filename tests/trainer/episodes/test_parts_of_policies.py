@@ -65,6 +65,18 @@ def test_an_episode_in_which_no_agent_of_this_run_trains_fails() -> None:
     assert result_of("e", episode, playing(), policies={"solver": "s"}).error == "no agent of it trains"
 
 
+def test_agents_of_this_run_whose_turn_did_not_come_have_no_rows_and_the_others_theirs() -> None:
+    """Where others used up the episode's budget, its environment may not even begin them."""
+    was = playing()
+    was.calls.taken = {place: call for place, call in was.calls.taken.items() if place[0]}
+    was.end_over_budget(1)
+    found = result_of("e", SimpleNamespace(traces=[trace("solver", 1.0, [3])]), was, policies={"solver": "s"})
+    assert (found.error, found.reward, found.branches, found.calls) == ("", 0.0, (), ())
+    assert (found.finish, found.stopped_by) == ("length", "budget")
+    [other] = found.others
+    assert (other.run, other.reward, len(other.branches)) == ("s", 1.0, 1)
+
+
 def test_the_rewards_of_turns_go_to_the_run_of_their_agent() -> None:
     """`Trace.info` is the environment's: `turn_rewards` there has one number for each turn."""
     proposer, solver = trace("proposer", 0.5, [2]), trace("solver", 1.0, [3, 4], turn_rewards=[1])

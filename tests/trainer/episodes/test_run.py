@@ -11,10 +11,21 @@ import msgspec
 import pytest
 
 from scavenger.errors import RewardError
+from scavenger.ledger import redaction
 from scavenger.protocol import messages
 from scavenger.protocol.messages import named_request, pack_logprobs, pack_tokens
 from trainer.episodes import wire
-from trainer.episodes.run import Again, EpisodeRun, Keep, Lost, PlaySettings, sampling_of, verdict
+from trainer.episodes.run import (
+    NOT_HEARD,
+    Again,
+    EpisodeRun,
+    Keep,
+    Lost,
+    PlaySettings,
+    Unheard,
+    sampling_of,
+    verdict,
+)
 
 HOW = messages.Sampling(8, 1.0, 1.0, 0, (0,))
 ROOTS = ((0, 1, b"one"), (1, 2, b"two"), (1, 3, b"two"))
@@ -32,6 +43,7 @@ class Script:
         self.asked: list[wire.Play] = []
         self.over: list[wire.Played] = []
         self.commits: list[tuple[int, tuple[messages.EpisodeOutcome, ...], dict[str, float]]] = []
+        self.delivered: list[tuple[str, messages.EpisodeShare]] = []
         self.now = 0.0
 
     def begin(self, episode: str) -> str:
@@ -46,6 +58,11 @@ class Script:
         self.now += timeout_s if not self.over else 0.0
         over, self.over = self.over, []
         return over
+
+    def deliver(
+        self, policy: str, step: int, prompt_index: int, shares: Sequence[messages.EpisodeShare]
+    ) -> None:
+        self.delivered += [(policy, one) for one in shares]
 
     def clock(self) -> float:
         return self.now
@@ -278,6 +295,29 @@ def test_a_failing_environment_is_tried_again_and_then_stops_the_run_or_is_maske
     assert (earlier.episode, earlier.outcome, earlier.reason) == ("train-2.0.0.0", "masked", "ToolError")
 
 
+def test_an_episode_whose_budget_others_used_up_is_no_failure_and_what_they_said_is_delivered() -> None:
+    script = Script()
+    run, said = run_of(script, stops=True)
+    run.submit(2, 2, [group()])
+    other = wire.PolicyPart("s", 0.25, (branch(5),), ("0.0",))
+    script.over = [
+        wire.Played("train-2.0.0.0", stopped_by=wire.OVER_BUDGET, others=(other,)),
+        done("train-2.0.1.0"),
+    ]
+    (whole,) = run.poll(0.0)
+    unheard, heard = whole.samples
+    assert (unheard.error, unheard.reward, heard.reward) == (NOT_HEARD, None, 1.0)
+    assert whole.prompt == branch(3).prompt
+    [(policy, share)] = script.delivered
+    assert (policy, share.episode, share.reward, len(share.rows)) == ("s", "train-2.0.0.0", 0.25, 1)
+    assert not any("again" in line for line in said), "it would spend its budget once more"
+    masked = messages.SampleOutcome(unheard.sample_id, "masked", float("nan"), 0.0, NOT_HEARD)
+    run.commit(2, 2, [masked], {})
+    ((_, (outcome,), _),) = script.commits
+    assert (outcome.outcome, outcome.used, outcome.reason) == ("masked", (), NOT_HEARD)
+    assert redaction.is_known(NOT_HEARD)
+
+
 def test_an_answer_for_an_earlier_life_is_nobody_s() -> None:
     script = Script()
     run, _ = run_of(script)
@@ -302,6 +342,8 @@ def test_verdicts() -> None:
     assert verdict(failed, "", 1, 1, 1) == Lost("failed: ToolError")
     silent = msgspec.structs.replace(fine, branches=())
     assert verdict(silent, "", 0, 0, 0) == Lost("the model said nothing in it")
+    spent = msgspec.structs.replace(silent, stopped_by=wire.OVER_BUDGET)
+    assert verdict(spent, "", 0, 0, 3) == Unheard(NOT_HEARD)
 
 
 def test_sampling_goes_by_vllm_s_names_and_leaves_out_what_is_off() -> None:
