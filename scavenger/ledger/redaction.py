@@ -59,6 +59,7 @@ METRICS = frozenset(
         "environment_workers_lost",
         "seconds_episode",
         "seconds_episode_model",
+        "seconds_episode_rest",
         "samples_set_aside",
         "samples_retrained",
         "samples_trained_before",

@@ -66,7 +66,10 @@ class Playing:
     agents: dict[str, int] = field(default_factory=dict)  # by rollout, in the order in which they began
     policies: dict[int, str] = field(default_factory=dict)  # by agent: the other run that answers for it
     versions: dict[tuple[int, int], int] = field(default_factory=dict)  # of the weights, by agent and number
-    seconds: float = 0.0  # that its calls took
+    seconds: float = 0.0  # that its calls took, added up
+    seconds_waited: float = 0.0  # in which at least one of its calls was under way
+    calling: int = 0  # calls under way
+    calling_since: float = 0.0  # since when there is one
     notes: list[str] = field(default_factory=list)
     ended: naming.End | None = None
     stops: dict[int, Callable[[str], None]] = field(default_factory=dict)  # by agent: how it is ended
@@ -85,6 +88,21 @@ class Playing:
             for place, call in sorted(self.calls.taken.items())
             if self.policies.get(place[0], "") == policy
         ]
+
+    @contextlib.contextmanager
+    def timed(self, clock: Callable[[], float] = time.monotonic) -> Generator[None, None, None]:
+        """A model call."""
+        started = clock()
+        if not self.calling:
+            self.calling_since = started
+        self.calling += 1
+        try:
+            yield
+        finally:
+            self.calling -= 1
+            self.seconds += clock() - started
+            if not self.calling:
+                self.seconds_waited += clock() - self.calling_since
 
     def end_over_budget(self, agent: int) -> None:
         """The episode has used up its budget: the agent ends here, and what was said is rewarded."""
@@ -198,11 +216,8 @@ class Relay:
             except (ValueError, RecursionError) as error:
                 return _error(400, f"a body that cannot be passed on: {error}")
             call = playing.calls.next(playing.agents[rollout])
-            started = time.monotonic()
-            try:
+            with playing.timed():
                 return await self._asked(playing, call, request.url.path, body)
-            finally:
-                playing.seconds += time.monotonic() - started
 
     # ---------------------------------------------------------------- tools
 

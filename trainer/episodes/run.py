@@ -522,4 +522,5 @@ def metrics_of(played: Sequence[wire.Played], episodes: Sequence[Any]) -> dict[s
         "episodes_branched": float(sum(bool(one.note) for one in played)),
         "seconds_episode": math.fsum(one.seconds for one in played) / count,
         "seconds_episode_model": math.fsum(one.seconds_model for one in played) / count,
+        "seconds_episode_rest": math.fsum(one.seconds_rest for one in played) / count,
     }

@@ -133,7 +133,8 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     "length" where a limit ended it, else "stop".
     `stopped_by`: what ended an agent before its own end; a sandbox's limit is `sandbox:LIMIT`. `worker`: who played it; the pool says so.
     `others`: what agents said for which another run answers; the rest is of this run's agents alone. `agents`: how many of them trained,
-    0 = not told: `branches` are more where one's history did not go on.
+    0 = not told: `branches` are more where one's history did not go on. `seconds_model`: of its model calls, added up; `seconds_rest`: of
+    the episode's, those in which it waited for none.
     """
 
     episode: str
@@ -146,6 +147,7 @@ class Played(msgspec.Struct, frozen=True, tag="played"):
     stopped_by: str = ""
     seconds: float = 0.0
     seconds_model: float = 0.0
+    seconds_rest: float = 0.0
     error: Words = ""
     output: Words = ""
     again: Words = ""

@@ -380,10 +380,12 @@ async def one_episode(player: Player, relay: Relay, setup: wire.Setup, ask: wire
         )
     if played.error and playing.recorder is not None and playing.recorder.any_asked:
         played = msgspec.structs.replace(played, final=True)  # another try would ask its tools again
+    seconds = time.monotonic() - started
     return msgspec.structs.replace(
         played,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         seconds_model=playing.seconds,
+        seconds_rest=max(0.0, seconds - playing.seconds_waited),
         note="; ".join(playing.notes),
     )
 

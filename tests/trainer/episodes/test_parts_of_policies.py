@@ -103,3 +103,12 @@ def test_what_a_sandbox_ended_has_no_reward_of_which_turns_could_have_parts() ->
     one = trace("a", 0.5, [2], turn_rewards=[0.5])
     found = result_of("e", SimpleNamespace(traces=[one]), playing(), BoxEnded("memory", ""))
     assert (found.reward, found.branches[0].turns) == (0.0, ())
+
+
+def test_seconds_in_which_several_calls_are_under_way_count_each_and_as_one_wait() -> None:
+    was, now = playing(), iter([1.0, 2.0, 5.0, 6.0, 6.0, 10.0, 11.0, 11.0])
+    with was.timed(lambda: next(now)), was.timed(lambda: next(now)):  # 1 to 6, and 2 to 5
+        pass
+    with was.timed(lambda: next(now)):  # 10 to 11
+        pass
+    assert (was.seconds, was.seconds_waited) == (3.0 + 5.0 + 1.0, 5.0 + 1.0)

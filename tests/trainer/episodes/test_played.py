@@ -6,6 +6,7 @@ Everything of an environment run but the tensors: what `test_whole_run.py` does 
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,6 +243,26 @@ def test_a_check_plays_one_episode_with_a_stub_model(live: LiveGateway, model: P
     with pytest.raises(ConfigError, match="cannot be loaded") as found:
         rehearsed(run_config(model, environment_args={"player": {"max_turns": 1}}), words, print)
     assert "environment_args that it takes (its agents: agent)" in found.value.remedy
+
+
+def test_a_task_s_own_image_and_folder_take_the_place_of_its_agent_s_container() -> None:
+    """As docs/agents.md says of tasks with containers of their own. Nothing is started."""
+    asked = (
+        "import verifiers.v1 as vf\n"
+        "from verifiers.v1.runtimes import ApptainerConfig\n"
+        "from verifiers.v1.utils.compile import resolve_runtime_config as resolved\n"
+        "task = vf.Task(vf.TaskData(image='/i/task.sif', workdir='/repo'))\n"
+        "found = resolved(ApptainerConfig(image='/i/role.sif'), task)\n"
+        "print(found.type, found.image, found.workdir)\n"
+        "try:\n    resolved(vf.SubprocessConfig(), task)\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    told = subprocess.run(
+        [str(python_with_verifiers()), "-c", asked], capture_output=True, text=True, check=True
+    )
+    found, refused = told.stdout.splitlines()
+    assert found == "apptainer /i/task.sif /repo"
+    assert "requires image '/i/task.sif'" in refused
 
 
 @pytest.mark.skipif(
