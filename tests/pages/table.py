@@ -68,6 +68,9 @@ EXTRA = By(f"{INSTALL}::test_an_extra_is_installed_as_its_page_says")
 
 SERVED = Here(needs=("served",))
 SUBMITTED = Here(says="Submitted batch job")
+OFFLINE = By(
+    "tests/trainer/episodes/test_played.py::test_a_program_of_a_harness_that_is_locked_runs_without_a_network"
+)
 VERIFIERS = By(
     "tests/trainer/episodes/test_whole_run.py::test_the_same_in_an_interpreter_that_is_made_for_it"
 )
@@ -417,6 +420,9 @@ wait %1""": By(
         ),
         "python -m trainer.launch my-run/run.toml": VERIFIERS,
         "scavenger ledger report episodes --config site/scavenger.toml": VERIFIERS,
+        "export HF_HOME=/project/you/hf UV_CACHE_DIR=/project/you/uv": OFFLINE,
+        '/project/you/envs/bin/python -c \'import verifiers.v1 as vf; env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "my-env"}})); print(sum(1 for _ in env.taskset), "tasks")\'': OFFLINE,
+        "for program in ~/.cache/verifiers/runtimes/scripts/*.py; do /project/you/envs/bin/uv lock --script $program; /project/you/envs/bin/uv sync --script $program; done": OFFLINE,
     },
     "docs/evaluation.md": {
         "python -m trainer my-run/run.toml --local --evaluate": EVALUATED,

@@ -6,7 +6,10 @@ Everything of an environment run but the tensors: what `test_whole_run.py` does 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,6 +280,58 @@ def test_the_example_plays_an_episode_of_several_turns_in_which_the_environment_
     assert tasks.count == 64
     assert len(one.calls) == 4, "what the stub says is no number"
     assert (one.reward, one.parts["guessed"], one.parts["numbers"]) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare here")
+def test_a_program_of_a_harness_that_is_locked_runs_without_a_network(
+    live: LiveGateway, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The commands of docs/environments.md: what they fetch lies below a home of its own."""
+    python = str(python_with_verifiers())
+    uv = Path(python).with_name("uv")
+    alone = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--net",
+        "sh",
+        "-c",
+        'ip link set lo up && exec "$@"',
+        "-",
+    ]
+    if not uv.exists() or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no uv beside the Python that has verifiers, or no namespaces for this user")
+    root = Path(__file__).parents[3]
+    for name, value in (
+        ("HOME", str(tmp_path / "home")),
+        ("UV_CACHE_DIR", str(tmp_path / "uv")),
+        ("PYTHONPATH", os.pathsep.join(map(str, (root, root / "examples/guess_number")))),
+    ):
+        monkeypatch.setenv(name, value)
+    counted = (
+        'import verifiers.v1 as vf; env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "guess-number"}})); '
+        'print(sum(1 for _ in env.taskset), "tasks")'
+    )
+    told = subprocess.run([python, "-c", counted], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "64 tasks"
+    played_once = (
+        "import sys; from pathlib import Path; from tests.trainer.episodes.test_played import rehearsed, run_config\n"
+        "_, one, _ = rehearsed(run_config(Path(sys.argv[1]), environment='guess-number'), [40, 41, 42], print)\n"
+        "print(len(one.calls), 'calls')"
+    )
+    play = [sys.executable, "-c", played_once, str(model)]
+    fetched = subprocess.run(play, capture_output=True, text=True, check=False)
+    if fetched.returncode:
+        pytest.skip(f"no package index here: {fetched.stderr.strip().splitlines()[-1:]}")
+    programs = list((tmp_path / "home/.cache/verifiers/runtimes/scripts").glob("*.py"))
+    assert programs
+    for program in programs:
+        subprocess.run([str(uv), "lock", "--script", str(program)], check=True, capture_output=True)
+        subprocess.run([str(uv), "sync", "--script", str(program)], check=True, capture_output=True)
+    done = subprocess.run([*alone, *play], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("4 calls\n"), done.stderr
 
 
 def test_an_episode_that_has_had_its_budget_is_rewarded_and_trained_as_it_is(
