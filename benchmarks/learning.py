@@ -1,7 +1,8 @@
 """Does a run learn the same through preempted vLLM engines as through the undisturbed reference engine?
 
     python benchmarks/learning.py [--seeds 5] [--steps 200] [--out learning-out]
-    python benchmarks/learning.py --arms k0 k1 k4 k8 [--seeds 5]      # bounded staleness
+    python benchmarks/learning.py --arms k0 k1 k4 k8 k8off [--seeds 5]      # bounded staleness
+    python benchmarks/learning.py --arms k0 k4 --first-seed 2 --seeds 3       # seeds 2, 3 and 4, into the folder of an earlier call
     python benchmarks/learning.py --seeds 1 --steps 4 --eval-prompts 16 --warm-up 5 --arms reference vllm       # does it run?
 
 The tiny task (sort six digits, Qwen3 of 0.8 M parameters), the same model, problems and settings in each arm, and per seed one pair of:
@@ -15,9 +16,10 @@ interval of the paired difference vllm - reference (Student's t) lies within +-0
 preempted and in which no sample moved proves nothing, and is told. Needs vLLM.
 
 `k0`, `k1`, `k4` and `k8`: `algorithm.max_off_policy_steps` of so many, with correction, on preempted reference engines; the differences
-are to k0 of the same seed. The mean age of what was trained is told: one that stays at 0 proves nothing.
+are to k0 of the same seed. The mean age of what was trained is told: one that stays at 0 proves nothing. `k8off` is `k8` without the
+correction, a control: its harm is visible if the whole interval of k8off - k0 is below 0.
 
-Writes <out>/learning.json and learning.svg.
+Writes <out>/learning.json and learning.svg, over all runs that the folder has, of this call and of earlier ones.
 """
 
 from __future__ import annotations
@@ -62,6 +64,10 @@ class Arm:
     reward: str = "trainer.tasks.sort:reward"
     k: int = 0  # algorithm.max_off_policy_steps
 
+    @property
+    def uncorrected_age(self) -> bool:
+        return self.k > 0 and self.importance == "off"
+
 
 ARMS = (
     Arm("reference", "reference", False, "#1f77b4"),
@@ -72,10 +78,20 @@ ARMS = (
     Arm("k1", "reference", True, "#8c564b", k=1),
     Arm("k4", "reference", True, "#e377c2", k=4),
     Arm("k8", "reference", True, "#17becf", k=8),
+    Arm("k8off", "reference", True, "#bcbd22", importance="off", k=8),
 )
 #: What an arm's last accuracy is compared with, of the same seed; those whose difference has no goal.
-COMPARED = {"vllm": "reference", "uncorrected": "reference", "k1": "k0", "k4": "k0", "k8": "k0"}
-NO_GOAL = frozenset({"uncorrected"})
+COMPARED = {
+    "vllm": "reference",
+    "uncorrected": "reference",
+    "k1": "k0",
+    "k4": "k0",
+    "k8": "k0",
+    "k8off": "k0",
+}
+NO_GOAL = frozenset({"uncorrected", "k8off"})
+#: Whose harm is what they were made to show.
+CONTROLS = frozenset({"k8off"})
 DEFAULT_ARMS = ("reference", "vllm", "uncorrected", "random")
 
 
@@ -106,7 +122,12 @@ def document(
         "sampling": {"max_tokens": 7},
         "engine": {"name": arm.engine, "max_batch": 96},
         "reward": {"function": arm.reward},
-        "algorithm": {"name": "grpo", "importance": arm.importance, "max_off_policy_steps": arm.k},
+        "algorithm": {
+            "name": "grpo",
+            "importance": arm.importance,
+            "allow_uncorrected": arm.uncorrected_age,
+            "max_off_policy_steps": arm.k,
+        },
         "optimizer": {"lr": options.lr, "warmup_steps": min(20, options.steps), "betas": [0.9, 0.99]},
         "reserved": {"workers": 1, "window": 0.35, "wake_after_s": 5.0},
         "checkpoint": {"every": max(1, options.steps), "keep": 1},
@@ -223,12 +244,23 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
         if pairs:
             mean, low, high = interval(pairs)
             within = len(pairs) > 1 and low >= -WITHIN and high <= WITHIN
-            where = f"within +-{WITHIN}" if within else f"not shown to be within +-{WITHIN}"
+            if name in CONTROLS:
+                where = "the harm is visible" if len(pairs) > 1 and high < 0 else "no harm is visible"
+            else:
+                where = f"within +-{WITHIN}" if within else f"not shown to be within +-{WITHIN}"
             report_lines.append(
                 f"{name} - {base}: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}"
             )
             fine = fine and (within or name in NO_GOAL)
     return report_lines, fine
+
+
+def kept_runs(out: Path) -> list[dict[str, Any]]:
+    """All runs that a folder has, of this call and of earlier ones, by seed and by the arms' order."""
+    order = {arm.name: place for place, arm in enumerate(ARMS)}
+    names = (path for path in out.glob("*-*.json") if path.stem.rpartition("-")[0] in order)
+    found = [json.loads(path.read_text()) for path in names]
+    return sorted(found, key=lambda one: (one["seed"], order[one["arm"]]))
 
 
 def plot(found: list[dict[str, Any]]) -> str:
@@ -265,7 +297,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=list(DEFAULT_ARMS))
     for name, default, what in (
-        ("seeds", 5, "pairs"),
+        ("seeds", 5, "so many"),
+        ("first-seed", 0, "the first of them"),
         ("steps", 200, ""),
         ("prompts", 32, "of a step; 8 completions each"),
         ("eval-prompts", 1024, "held out"),
@@ -282,22 +315,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         make_model(out / f"model-{seed}", seed, options.warm_up)
         for arm in (arm for arm in ARMS if arm.name in options.arms):
             kept = out / f"{arm.name}-{seed}.json"  # a run that is done is not done again
             if not kept.is_file():
                 one = run_arm(arm, seed, out / f"model-{seed}", out / f"site-{arm.name}-{seed}", options)
                 kept.write_text(json.dumps(one))
-            found.append(json.loads(kept.read_text()))
-            shown = found[-1]
+            shown = json.loads(kept.read_text())
             print(
                 f"seed {seed} {arm.name:12} sampled {' '.join(f'{v:.3f}' for v in shown['sampled'])}  moved {shown['moves']:.0f}  "
                 f"{shown['seconds']:.0f} s",
                 flush=True,
             )
-            (out / "learning.svg").write_text(plot(found))
+            (out / "learning.svg").write_text(plot(kept_runs(out)))
+    found = kept_runs(out)
     report_lines, fine = verdict(found)
     (out / "learning.json").write_text(
         json.dumps({"runs": found, "verdict": report_lines, "met": fine}, indent=1)

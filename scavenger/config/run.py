@@ -536,6 +536,9 @@ class AlgorithmSection(Section):
     """What is done with the ratio trainer/engine of each sampled token's probabilities. `truncate`: a weight
     of at most `importance_cap`. `mask`: a weight that is 0 outside `importance_floor` and `importance_cap`.
     `off`: nothing."""
+    allow_uncorrected: bool = False
+    """`true`: trains off policy without the correction, for a control run that measures what the correction is worth. `importance = "off"`
+    with `max_off_policy_steps` above 0 is refused without it."""
     router_replay: bool = False
     """`true`, of a mixture of experts: engines tell which experts each generated token went to, and the
     trainer sends it to the same ones. A token then takes layers x experts a token more bytes. Needs
@@ -562,8 +565,8 @@ class AlgorithmSection(Section):
     """Optimizer updates of one step. The step's prompts are divided among them."""
     max_off_policy_steps: Annotated[int, Field(ge=0, le=16)] = 0
     """Optimizer steps that the weights of a sample may be older than those that train it. Above 0 samples of so many later steps are
-    generated while a step is trained ([staleness.md](staleness.md)). Needs `importance` and `run.harvest`. Excludes
-    `run.deterministic` and dynamic sampling."""
+    generated while a step is trained ([staleness.md](staleness.md)). Needs `importance` (or `allow_uncorrected`) and `run.harvest`.
+    Excludes `run.deterministic` and dynamic sampling."""
     on_new_version: Literal["switch", "finish"] = "switch"
     """With `max_off_policy_steps` above 0, what an engine that generates does when there are new weights. `switch`: it gives its
     samples back, loads the weights and goes on; a quarter of the engines at a time. `finish`: it loads them once it has no sample that
@@ -597,9 +600,15 @@ class AlgorithmSection(Section):
             )
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')
-        if self.max_off_policy_steps and self.importance == "off":
+        uncorrected = self.max_off_policy_steps > 0 and self.importance == "off"
+        if uncorrected and not self.allow_uncorrected:
             raise ValueError(
-                f'max_off_policy_steps = {self.max_off_policy_steps} needs the correction: importance = "truncate" or "mask"'
+                f'max_off_policy_steps = {self.max_off_policy_steps} needs the correction: importance = "truncate" or "mask". '
+                "For a control run that measures what the correction is worth, set allow_uncorrected = true"
+            )
+        if self.allow_uncorrected and not uncorrected:
+            raise ValueError(
+                'allow_uncorrected = true needs importance = "off" and max_off_policy_steps of 1 or more: else there is nothing to allow'
             )
         if self.importance == "mask" and self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor < importance_cap must hold")

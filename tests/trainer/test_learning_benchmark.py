@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,40 @@ def test_the_interval_is_student_s() -> None:
 def test_the_verdict(found: list[dict[str, Any]], met: bool) -> None:
     said, fine = learning.verdict(found)
     assert fine is met, said
+
+
+def off_policy(*differences: float, age: float = 2.0) -> list[dict[str, Any]]:
+    found = []
+    for seed, difference in enumerate(differences):
+        found += [run("k0", seed, 0.9) | {"age": 0.0}, run("k8off", seed, 0.9 + difference) | {"age": age}]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "visible"),
+    [
+        (off_policy(-0.1, -0.12, -0.11), True),
+        (off_policy(-0.1, 0.1, -0.11), False),  # worse on average, and nothing shown
+        (off_policy(-0.1), False),  # one pair shows nothing
+        (off_policy(0.1, 0.12, 0.11), False),
+    ],
+)
+def test_a_control_tells_whether_harm_is_visible_and_has_no_goal(
+    found: list[dict[str, Any]], visible: bool
+) -> None:
+    said, fine = learning.verdict(found)
+    assert fine
+    (line,) = (line for line in said if line.startswith("k8off - k0"))
+    assert line.endswith("the harm is visible" if visible else "no harm is visible")
+    assert not learning.verdict(off_policy(-0.1, -0.12, age=0.0))[1]  # nothing was stale
+
+
+def test_a_folder_s_runs_of_several_calls_are_told_together(tmp_path: Path) -> None:
+    for one in (run("k8off", 3, 0.8), run("k0", 3, 0.9), run("k0", 0, 0.9)):
+        (tmp_path / f"{one['arm']}-{one['seed']}.json").write_text(json.dumps(one))
+    (tmp_path / "learning.json").write_text("{}")
+    found = [(one["arm"], one["seed"]) for one in learning.kept_runs(tmp_path)]
+    assert found == [("k0", 0), ("k0", 3), ("k8off", 3)]
 
 
 def test_the_plot_has_a_line_a_run() -> None:

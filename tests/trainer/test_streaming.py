@@ -389,7 +389,9 @@ def test_a_step_whose_samples_are_too_far_from_its_weights_is_not_taken(model_fo
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"importance": "off"}, "needs the correction"),
+        ({"importance": "off"}, "needs the correction.*allow_uncorrected = true"),
+        ({"allow_uncorrected": True}, "nothing to allow"),
+        ({"importance": "off", "max_off_policy_steps": 0, "allow_uncorrected": True}, "nothing to allow"),
         ({"name": "dapo"}, "known only once it is over"),
         ({"dynamic_sampling": True}, "known only once it is over"),
         ({"max_off_policy_steps": 17}, "less than or equal to 16"),
