@@ -114,10 +114,10 @@ def scenario_of(play: Play) -> Scenario:
     )
 
 
-def rules(prompts: int) -> dict[str, Sequence[Rule]]:
-    """By the name in the table, what is tried: the best of them counts."""
+def rules(prompts: int, samples: int) -> dict[str, Sequence[Rule]]:
+    """By the name in the table, what is tried: the best of them counts. `samples` of each prompt."""
     return {
-        "prime-rl, bound 8": [asynchronous.PrimeRL(prompts * pool) for pool in POOLS],
+        "prime-rl, bound 8": [asynchronous.PrimeRL(prompts * samples * pool) for pool in POOLS],
         f"verl, threshold {AHEAD}, waits": [asynchronous.Verl(AHEAD)],
         f"verl, threshold {AHEAD}, drops": [asynchronous.Verl(AHEAD, "drop")],
         f"AReaL, staleness {AHEAD}": [asynchronous.AReaL(AHEAD, sys.maxsize)],
@@ -146,7 +146,7 @@ def asynchronous_of(
     scenario: Scenario, lives: Sequence[asynchronous_run.Life], since: float
 ) -> dict[str, Other]:
     found = {}
-    for name, some in rules(scenario.prompts).items():
+    for name, some in rules(scenario.prompts, scenario.samples).items():
         tried = [asynchronous_run.best(scenario, rule, lives, since) for rule in some]
         one = max(tried, key=lambda played: played.tokens_per_s(since))
         ages = [step.age_mean for step in one.steps] or [0.0]

@@ -2,22 +2,28 @@
 
 The unit is a group of siblings. All three train groups that are whole, none decides by a forecast. What each does, by its code:
 
-    PrimeRL   a fixed number in flight, refilled as they end; nothing more begins while a batch more than the one in training is whole
-              (`TARGET_LAG` = 1, `update_dispatch_gate`). With each new version a group is thrown away, with its tokens, where it began more
-              than `max_off_policy_steps` (8) versions before the batch that is collected now: in flight
-              (`Dispatcher.on_version_pending`) and whole (`TrainSink._drop_stale`).
+    PrimeRL   a number of samples in flight, refilled as each one ends (a permit is an episode, not a group: `Dispatcher.fill_inflight`);
+              nothing more begins while a batch more than the one in training is whole (`TARGET_LAG` = 1, `update_dispatch_gate`). A group
+              is thrown away, with its tokens, where it began more than `max_off_policy_steps` (8) versions before those that would train
+              it: in flight with each new version (`Dispatcher.on_version_pending`), and when it becomes whole (`TrainSink._drop_stale`,
+              which "is the hard guarantee": no group is trained beyond the bound).
               `src/prime_rl/orchestrator`, github.com/PrimeIntellect-ai/prime-rl at 559b44772. There the number in flight follows the
-              pressure on the KV cache (`concurrency.py`); here it is given, and the best of several counts.
+              pressure on the KV cache (`concurrency.py`); here it is given, and the best of several counts. Left out, in its favour: the
+              pool grows by a tenth in 5 s at most (`admission_budget`), an overload cancels the youngest groups, engines pause for an
+              update, and a group's siblings go to one client.
     Verl      a counter of samples of the present version: once it is int(required * (1 + staleness_threshold) *
               trigger_parameter_sync_step) nothing more begins; a new version sets it to what is in flight and queued (`on_full` "wait").
               "drop" is what its queue does where that does not hold it back: it has as many places, and loses its oldest sample to the
-              newest (`MessageQueue.put_sample`).
-              `verl/experimental/fully_async_policy`, github.com/volcengine/verl at b178a3cd5. Left out, in its favour: at most 16 samples
-              in flight for a server, and the wait of all engines while weights are synchronised.
+              newest (`MessageQueue.put_sample`). In that code the counter, which a new version sets to no less than the queue holds, keeps
+              the queue from ever being full: "drop" is no setting of its, but what a system without the counter does.
+              `verl/experimental/fully_async_policy`, github.com/volcengine/verl at b178a3cd5. Left out, in its favour: at most 16 groups
+              in flight for a server, and the wait of all engines while weights are synchronised. It synchronises after each
+              step here; its default is every fourth (`trigger_parameter_sync_step`).
     AReaL     capacity = min(max_concurrent - running, (max_staleness + version + 1) * batch - (accepted + running)); of what is whole, the
               groups that began first are trained first.
               `areal/infra/staleness_manager.py`, `workflow_executor.py`, github.com/inclusionAI/AReaL at 4aef98d8d. Its default
-              `max_concurrent`, one batch, is left out, in its favour.
+              `max_concurrent`, one batch, is left out, in its favour; so is that new groups are queued only while the trainer waits
+              for a batch (`active_submit_and_wait`), and that a request goes on at the server it began at.
 
 Knows no engine and no time: `asynchronous_run` plays them.
 """
@@ -32,7 +38,8 @@ from typing import NamedTuple, Protocol
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Groups: `running` on engines or before them; `queued`: whole, not trained; `accepted`: whole, ever, those thrown away left out.
-    `begun`: since the present version was there. `version`: optimizer steps taken. `batch`: of one step."""
+    `begun`: since the present version was there. `version`: optimizer steps taken. `batch`: of one step. `samples`: on engines or before
+    them; of one group: `siblings`. `training`: a step is trained now."""
 
     version: int
     running: int
@@ -40,6 +47,14 @@ class Counts:
     accepted: int
     begun: int
     batch: int
+    samples: int = 0
+    siblings: int = 1
+    training: bool = False
+
+    @property
+    def collected(self) -> int:
+        """The version that trains the batch that is collected now."""
+        return self.version + int(self.training) + self.queued // self.batch
 
 
 class Queued(NamedTuple):
@@ -81,8 +96,11 @@ class Rule(Protocol):
         completion that ended."""
 
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
-        """There is a new version. `ages`: of each group in flight, and of each whole one after the first batch, the versions that came
-        since it began, this one included. Returns those that are thrown away."""
+        """There is a new version. `ages`: of each group in flight, the versions that came since it began, this one included. Returns those
+        that are thrown away."""
+
+    def too_old(self, began: int, counts: Counts) -> bool:
+        """A group became whole, and is not among the queued of `counts`: whether it is thrown away."""
 
     def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
         """A batch is whole. The queued groups, came in this order, in the order in which they are trained."""
@@ -93,7 +111,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrimeRL:
-    """`in_flight`: groups; `max_off_policy_steps`, `max_async_level`: the configuration's, with their defaults."""
+    """`in_flight`: samples; `max_off_policy_steps`, `max_async_level`: the configuration's, with their defaults."""
 
     in_flight: int
     max_off_policy_steps: int = 8
@@ -108,13 +126,18 @@ class PrimeRL:
     def admit(self, counts: Counts) -> int:
         if counts.queued >= self.max_async_level * counts.batch:
             return 0
-        return max(0, self.in_flight - counts.running)
+        return max(
+            0, -(-(self.in_flight - counts.samples) // counts.siblings)
+        )  # a last group that the permits hold in part begins whole
 
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         ahead = int(
             counts.queued >= counts.batch
         )  # that batch is collected: the next one trains a version later
         return sorted(group for group, age in ages.items() if age + ahead > self.max_off_policy_steps)
+
+    def too_old(self, began: int, counts: Counts) -> bool:
+        return counts.collected - began > self.max_off_policy_steps
 
     def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
         return queued
@@ -152,6 +175,9 @@ class Verl:
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         return ()
 
+    def too_old(self, began: int, counts: Counts) -> bool:
+        return False
+
     def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
         return queued
 
@@ -180,6 +206,9 @@ class AReaL:
 
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         return ()
+
+    def too_old(self, began: int, counts: Counts) -> bool:
+        return False
 
     def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
         return sorted(queued, key=lambda one: one.group)

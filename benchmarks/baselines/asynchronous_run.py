@@ -129,7 +129,7 @@ class _Play:
         self._began: dict[int, int] = {}  # group -> the version with which it began
         self._queue: list[Queued] = []  # in the order in which they became whole
         self._whole_samples: dict[int, list[_Sample]] = {}  # of each queued group
-        self._version = self._accepted = self._since = self._next = 0
+        self._version = self._accepted = self._since = self._next = self._in_flight = 0
         self._training = False
         self.steps: list[StepPlayed] = []
         self.thrown = self.lost_tokens = 0
@@ -151,7 +151,15 @@ class _Play:
 
     def _counts(self) -> Counts:
         return Counts(
-            self._version, len(self._groups), len(self._queue), self._accepted, self._since, self._sc.prompts
+            self._version,
+            len(self._groups),
+            len(self._queue),
+            self._accepted,
+            self._since,
+            self._sc.prompts,
+            self._in_flight,
+            self._sc.samples,
+            self._training,
         )
 
     def _admit(self, now: float) -> None:
@@ -162,6 +170,7 @@ class _Play:
             samples = [_Sample(self._next, length, index) for index, length in enumerate(lengths)]
             self._groups[self._next], self._began[self._next] = samples, self._version
             self._waiting.extend(samples)
+            self._in_flight += len(samples)
             self._next += 1
             self._since += 1
         self._place(now)
@@ -226,6 +235,7 @@ class _Play:
                 self._waiting.append(sample)
                 continue
             sample.done = True
+            self._in_flight -= 1
             self._longest[sample.group] = max(sample.length, self._longest.get(sample.group, 0))
             self._whole(sample.group)
         self._plan(engine)
@@ -238,9 +248,13 @@ class _Play:
     def _whole(self, group: int) -> None:
         if not all(sample.done for sample in self._groups[group]):
             return
-        self._queue.append(Queued(group, self._began.pop(group)))
-        self._whole_samples[group] = self._groups.pop(group)
+        began, samples = self._began.pop(group), self._groups.pop(group)
         self._longest.pop(group, None)
+        if self._rule.too_old(began, self._counts()):
+            self.thrown += len(samples)
+            return
+        self._queue.append(Queued(group, began))
+        self._whole_samples[group] = samples
         self._accepted += 1
         for _ in range(self._rule.overflow(self._counts())):
             self._drop(self._queue[0])
@@ -274,14 +288,8 @@ class _Play:
         self.steps.append(StepPlayed(now, tokens, statistics.mean(ages), max(ages)))
         self._version += 1
         self._since = len(self._groups) + len(self._queue)
-        later = self._queue[self._sc.prompts :]
-        began = dict((*self._began.items(), *later))
-        old = {group: self._version - version for group, version in began.items()}
-        stale = set(self._rule.cancel(old, self._counts()))
-        for one in later:
-            if one.group in stale:
-                self._drop(one)
-        for group in sorted(stale & self._groups.keys()):
+        old = {group: self._version - version for group, version in self._began.items()}
+        for group in self._rule.cancel(old, self._counts()):
             self._cancel(now, group)
         pull_s = self._sc.harvested.model.weight_bytes / min(
             self._sc.engine_bytes_s, self._sc.trainer.nic_bytes_s
@@ -310,6 +318,7 @@ class _Play:
         self._longest.pop(group, None)
         del self._began[group]
         self.thrown += len(gone)
+        self._in_flight -= sum(not sample.done for sample in gone)
         self._waiting = deque(sample for sample in self._waiting if sample.group != group)
         for engine in self._engines:
             mine = [one for one in engine.ends if one[2].group == group]

@@ -43,6 +43,9 @@ class Seer:
     def cancel(self, ages: Mapping[int, int], counts: Counts) -> Sequence[int]:
         return ()
 
+    def too_old(self, began: int, counts: Counts) -> bool:
+        return False
+
     def first(self, queued: Sequence[Queued]) -> Sequence[Queued]:
         return queued
 

@@ -61,13 +61,36 @@ def test_prime_rl_keeps_its_pool_full_and_cancels_what_is_more_than_eight_steps_
     """`orchestrator/utils.py`, `min_fresh_version`: (step - 1) - max_off_policy_steps; `step` is the batch that is collected now."""
     rule = PrimeRL(in_flight=100)
     assert rule.admit(NONE) == 100
-    assert rule.admit(replace(NONE, running=97)) == 3
-    assert rule.admit(replace(NONE, running=97, queued=64)) == 0, "a whole batch waits: max_async_level = 1"
-    assert PrimeRL(100, max_async_level=2).admit(replace(NONE, running=97, queued=64)) == 3
+    assert rule.admit(replace(NONE, samples=97)) == 3
+    assert rule.admit(replace(NONE, samples=97, queued=64)) == 0, "a whole batch waits: max_async_level = 1"
+    assert PrimeRL(100, max_async_level=2).admit(replace(NONE, samples=97, queued=64)) == 3
     assert list(rule.cancel({7: 8, 9: 9, 8: 12}, NONE)) == [8, 9]
     assert list(rule.cancel({7: 8, 9: 7}, replace(NONE, queued=64))) == [7], (
         "a batch is whole: the next one is collected"
     )
+
+
+def test_prime_rl_s_permits_are_samples_not_groups() -> None:
+    """`orchestrator/dispatcher.py`, "One permit is one episode": a group of which three ended lets three samples of another begin."""
+    rule, eights = PrimeRL(in_flight=64), replace(NONE, siblings=8)
+    assert rule.admit(eights) == 8
+    assert rule.admit(replace(eights, running=8, samples=64)) == 0
+    assert rule.admit(replace(eights, running=8, samples=61)) == 1, "however many groups are still in flight"
+    assert rule.admit(replace(eights, running=8, samples=55)) == 2
+
+
+def test_prime_rl_trains_no_group_beyond_its_bound() -> None:
+    """`orchestrator/train_sink.py`, `_drop_stale`: a group is voided on arrival where the batch that it joins would train it later than
+    `max_off_policy_steps` versions after it began. Batch `step` trains version `step` - 1."""
+    rule, at = PrimeRL(1), replace(NONE, version=10)
+    assert [rule.too_old(began, at) for began in (1, 2)] == [True, False], (
+        "the batch is trained by version 10"
+    )
+    assert [rule.too_old(began, replace(at, training=True)) for began in (2, 3)] == [True, False], "by 11"
+    held = replace(at, training=True, queued=64 + 63)
+    assert [rule.too_old(began, held) for began in (3, 4)] == [True, False], "a batch waits: by 12"
+    assert not Verl(0.5).too_old(0, held)
+    assert not AReaL(0, 1).too_old(0, held)
 
 
 # ---------------------------------------------------------------- the play
@@ -104,7 +127,7 @@ def test_without_staleness_a_step_is_generated_and_then_trained() -> None:
 
 
 def test_with_enough_engines_and_staleness_the_trainer_never_waits() -> None:
-    rules = (AReaL(4, 10**6), Verl(4.0), PrimeRL(4 * EQUAL.prompts, max_async_level=4))
+    rules = (AReaL(4, 10**6), Verl(4.0), PrimeRL(4 * EQUAL.prompts * EQUAL.samples))
     for rule in rules:
         found = played(EQUAL, rule, *[ALWAYS] * 24)
         ends = [step.end_s for step in found.steps[-4:]]
@@ -123,9 +146,11 @@ def test_an_engine_that_is_lost_costs_its_samples_their_tokens_and_nothing_else(
 
 
 def test_what_is_cancelled_or_dropped_for_age_is_counted() -> None:
-    eager = played(EQUAL, PrimeRL(8 * EQUAL.prompts, max_off_policy_steps=1))
-    assert eager.thrown > 0
-    assert max(step.age_most for step in eager.steps) <= 3
+    for bound in (1, 2):
+        pool = 8 * EQUAL.prompts * EQUAL.samples
+        eager = played(EQUAL, PrimeRL(pool, max_off_policy_steps=bound), *[ALWAYS] * 4)
+        assert eager.thrown > 0
+        assert max(step.age_most for step in eager.steps) == bound, "the bound is reached and never passed"
     dropped = played(EQUAL, Verl(0.0, "drop"), *[ALWAYS] * 24)
     assert dropped.thrown > 0
 
