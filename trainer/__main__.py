@@ -550,6 +550,12 @@ def open_run(
     stack: ExitStack,
 ) -> TrainerRun:
     if isinstance(source, LocalSource):
+        if ahead := config.algorithm.max_off_policy_steps:
+            print(
+                f"algorithm.max_off_policy_steps = {ahead} does nothing in a try: its engine and its trainer take turns, so every step is "
+                "on policy (staleness_mean 0)",
+                flush=True,
+            )
         local_run = LocalRun(spec, source, config.run.seed, local_ledger(config, spec, start))
         stack.callback(local_run.close)
         return local_run

@@ -1,7 +1,9 @@
 """The whole loop in one process, for debugging: `python -m trainer run.toml --local`. No daemon, no Slurm, no MPI.
 
 Owns a stand-in for `scavenger.client.Run` that drives one engine directly, and one for the weights source. Groups complete in the order
-in which the engine finishes them. What happens is told to a small ledger of the try's own, for people to read; no start reads it back.
+in which the engine finishes them. Engine and trainer take turns, so generating in advance gains nothing, and a load of weights ends what an
+engine holds: steps that are asked for in advance (`algorithm.max_off_policy_steps`) wait for their turn here. What happens is told to a
+small ledger of the try's own, for people to read; no start reads it back.
 One try at a time has a folder.
 Boundary: debugging without a daemon; nothing else of the trainer knows of it.
 """
@@ -165,7 +167,7 @@ class _Sample:
 
 
 class LocalRun:
-    """One engine behind the interface of `scavenger.client.Run`."""
+    """One engine behind the interface of `scavenger.client.Run`. A step's samples begin once the step before it is committed."""
 
     def __init__(
         self, engine: messages.EngineSpec, source: LocalSource, seed: int, ledger: Ledger | None = None
@@ -182,6 +184,13 @@ class LocalRun:
         self._next: asyncio.Task[list[Delta]] | None = None
         self._samples: dict[int, _Sample] = {}
         self._done: list[messages.GroupDone] = []
+        self._version = 0  # that the engine has
+        self._step: int | None = (
+            None  # whose samples the engine generates; None: of no step, until one is asked for
+        )
+        self._later: dict[
+            int, list[tuple[_Group, int]]
+        ] = {}  # step -> its groups, each with its first sample's id
 
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
         own = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
@@ -193,7 +202,7 @@ class LocalRun:
             self._engine.load(manifest.version, views, summed=bool(manifest.merged))
         )
         merging.refuse_other(manifest, found)
-        self.next_version = manifest.version + 1
+        self._version, self.next_version = manifest.version, manifest.version + 1
         self._ledger.published(step, manifest, len(self._source.blob))
 
     def submit(
@@ -204,10 +213,21 @@ class LocalRun:
     def _submit(self, step: int, version: int, spec: messages.GroupSpec, purpose: str) -> int:
         number, first = self._ledger.submitted(step, version, spec, purpose)
         group = _Group(number, step, version, purpose, spec, spec.n)
+        if purpose == "train":
+            self._step = step if self._step is None else self._step
+            if step > self._step:
+                self._later.setdefault(step, []).append((group, first))
+                return group.id
+        self._begin(group, first)
+        return group.id
+
+    def _begin(self, group: _Group, first: int) -> None:
+        """With the weights that the engine has now."""
+        spec, group.version = group.spec, self._version
         for index in range(spec.n):
             sample = _Sample(first + index, index, group)
             self._samples[sample.id] = sample
-            key = messages.SampleKey(purpose, step, spec.prompt_index, index)
+            key = messages.SampleKey(group.purpose, group.step, spec.prompt_index, index)
             request = Request(
                 sample.id,
                 messages.unpack_tokens(spec.prompt),
@@ -218,7 +238,6 @@ class LocalRun:
                 key,
             )
             self._loop.run_until_complete(self._engine.add(request))
-        return group.id
 
     def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         deadline = time.monotonic() + timeout_s
@@ -297,7 +316,7 @@ class LocalRun:
         """Not used here: no daemon plans by it."""
 
     def defer_late(self, step: int, groups: Sequence[int]) -> tuple[int, ...]:
-        """None: nothing is generated in advance."""
+        """None: a step has no other step's engines to wait for."""
         return ()
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
@@ -314,9 +333,12 @@ class LocalRun:
         decisions: Sequence[messages.DataDecision] = (),
         differences: Sequence[messages.TokenDifferences] = (),
     ) -> None:
+        self._ledger.committed(step, version, outcomes, metrics, purpose, decisions, differences)
         if purpose == "train":
             self.last_step = step
-        self._ledger.committed(step, version, outcomes, metrics, purpose, decisions, differences)
+            self._step = min(self._later, default=None)
+            for group, first in self._later.pop(self._step, ()) if self._step is not None else ():
+                self._begin(group, first)
 
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
