@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from rollout.engines import merging
 from rollout.engines.base import Engine, EngineHost, Weight
 from rollout.engines.registry import builder
@@ -245,6 +247,10 @@ class LocalRun:
             self._loop.run_until_complete(self._advance(max(0.0, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 break
+        said = self._engine.speculated()
+        self.fleet = msgspec.structs.replace(
+            self.fleet, drafted=said.drafted, accepted=said.accepted, verifications=said.verifications
+        )
         done, self._done = self._done, []
         return done
 
@@ -303,8 +309,12 @@ class LocalRun:
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
         """The engine shares this process, and never runs while something else does."""
         self.reserved_order += 1
-        self.fleet = messages.Fleet(
-            0, int(awake), int(not awake), 0, 0, order=self.reserved_order, asleep=() if awake else ("0",)
+        self.fleet = msgspec.structs.replace(
+            self.fleet,
+            reserved_awake=int(awake),
+            reserved_asleep=int(not awake),
+            order=self.reserved_order,
+            asleep=() if awake else ("0",),
         )
 
     def end_reserved(self, names: Sequence[str], reason: str) -> None:

@@ -6,6 +6,7 @@ from scavenger.observe import reading
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol.messages import Heartbeat, Held
+from scavenger.router.core.worker_counts import fleet_of
 from tests.observe.test_status import SEEN
 from tests.router.moves import W1, one_lease
 
@@ -90,3 +91,5 @@ def test_what_engines_drafted_before_a_daemon_began_is_not_counted_by_it() -> No
     beat(W1, 24, 13, 6)
     (run,) = bench.router.core.runs.values()
     assert (run.speculated.drafted, run.speculated.accepted, run.speculated.verifications) == (4, 2, 1)
+    fleet = fleet_of(run)
+    assert (fleet.drafted, fleet.accepted, fleet.verifications) == (4, 2, 1), "its trainer is told the same"

@@ -156,17 +156,19 @@ def test_stop_texts_that_a_resumed_run_begins_with_end_its_samples_and_the_check
 
 
 @pytest.mark.long
-def test_a_try_with_steps_in_advance_trains_each_on_policy_and_says_so(
+def test_a_try_with_steps_in_advance_trains_each_on_policy_and_says_so_and_tells_its_drafts(
     model_folder: Path, tmp_path: Path
 ) -> None:
     """Its engine loads weights between any two steps, and forgets what it holds then: samples of a later step wait for their turn."""
     path = write_run(tmp_path, model_folder, steps=3, out="x")
     path.write_text(path.read_text().replace("deterministic = true", "deterministic = false"))
-    done = run_local(path, "--set", "algorithm.max_off_policy_steps=2")
+    done = run_local(path, "--set", "algorithm.max_off_policy_steps=2", "--set", "engine.speculation=group")
     assert done.returncode == 0, done.stderr
     assert "max_off_policy_steps = 2 does nothing in a try" in done.stdout
     trained = [entry for entry in metrics(tmp_path, "x") if entry["kind"] == "train"]
     assert [(entry["step"], entry["staleness_max"]) for entry in trained] == [(1, 0.0), (2, 0.0), (3, 0.0)]
+    assert all(entry["tokens_drafted"] >= entry["tokens_accepted"] >= 0 for entry in trained)
+    assert all(entry["tokens_per_verification"] >= 1 for entry in trained)
 
 
 def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path, tmp_path: Path) -> None:

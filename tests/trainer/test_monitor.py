@@ -18,7 +18,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
 from trainer.algorithms import mismatch
-from trainer.loop.metrics import Capacity, TokenSources, alarm, effective_fraction, summarise
+from trainer.loop.metrics import Capacity, Drafts, TokenSources, alarm, effective_fraction, summarise
 from trainer.loop.monitor import (
     Monitor,
     MonitorEntry,
@@ -443,6 +443,22 @@ def test_the_age_of_a_steps_tokens_is_counted_by_token_and_its_mixture_by_sample
     as_metrics = sources.as_metrics(seconds=1.0)
     names = ("staleness_mean", "staleness_max", "staleness_versions", "staleness_mixed")
     assert [as_metrics[name] for name in names] == [pytest.approx(12 / 15), 2.0, 2.0, 0.5]
+
+
+def drafted(drafted: int, accepted: int, verifications: int) -> messages.Fleet:
+    return messages.Fleet(1, 0, 0, 0, 0, drafted=drafted, accepted=accepted, verifications=verifications)
+
+
+def test_a_step_tells_what_its_engines_drafted_since_the_one_before() -> None:
+    drafts = Drafts(drafted(100, 50, 20))
+    names = ("tokens_drafted", "tokens_accepted", "tokens_per_verification")
+    for fleet, expected in (
+        (drafted(160, 80, 30), [60.0, 30.0, 4.0]),
+        (drafted(160, 80, 30), [0.0, 0.0, 1.0]),
+        (drafted(8, 2, 4), [8.0, 2.0, 1.5]),  # the daemon began anew
+    ):
+        as_metrics = drafts.as_metrics(fleet)
+        assert [as_metrics[name] for name in names] == expected
 
 
 def test_the_effective_share_of_tokens_is_kong_s_and_1_where_all_count_alike() -> None:

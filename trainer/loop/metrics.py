@@ -201,6 +201,26 @@ class Capacity:
         }
 
 
+class Drafts:
+    """What the run's engines drafted between two looks, from the totals that the daemon tells."""
+
+    def __init__(self, fleet: messages.Fleet) -> None:
+        self._before = fleet
+
+    def as_metrics(self, fleet: messages.Fleet) -> dict[str, float]:
+        """Since the last look. `fleet` is what there is now; of a daemon that began anew its totals are all there is to say."""
+        before, self._before = self._before, fleet
+        if fleet.verifications < before.verifications:
+            before = messages.Fleet(0, 0, 0, 0, 0)
+        verified, accepted = fleet.verifications - before.verifications, fleet.accepted - before.accepted
+        return {
+            "tokens_drafted": float(fleet.drafted - before.drafted),
+            "tokens_accepted": float(accepted),
+            # The model's own next token comes with each verification.
+            "tokens_per_verification": 1.0 + (accepted / verified if verified else 0.0),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """One usable completion of an evaluation: its reward, its tokens, and whether the length limit ended it."""

@@ -41,7 +41,7 @@ from trainer.data.group_filter import NO_FILTER
 from trainer.data.prompts import PromptTask
 from trainer.data.replay import KeptGroup
 from trainer.engine_control import Engines
-from trainer.loop.metrics import Capacity, Seconds, TokenSources, summarise
+from trainer.loop.metrics import Capacity, Drafts, Seconds, TokenSources, summarise
 from trainer.loop.ranks import Ranks
 from trainer.loop.trainer_run import TrainerRun
 from trainer.model.learner import RowStats, learning_rate
@@ -216,6 +216,7 @@ class Stepper:
         self._training_state_released = False  # engines were woken since training state was last asked back
         self._sleep_asked_at: float | None = None
         self._toggles: dict[str, float] = {}  # seconds of the last toggle each way, since they were last told
+        self._drafts: Drafts | None = None  # once a step of a run whose engines speculate has begun
 
     def ask(self, step: int, version: int, prompts: Sequence[PromptTask], more: More = _no_more) -> None:
         """Have the samples of a step generated with `version`, or, asked for in advance, with newer ones as these are published.
@@ -233,6 +234,8 @@ class Stepper:
             self.ask(step, version, prompts, more=more)
         work = self._ahead.pop(step)
         work.capacity = self._capacity(started)
+        if self._config.engine.speculation != "none" and self._drafts is None:
+            self._drafts = Drafts(self._run.fleet)
         session = StepSession(
             self._plan(len(work.submitted)),
             self._run.fleet,
@@ -799,6 +802,8 @@ class Stepper:
         }
         toggles, self._toggles = self._toggles, {}
         metrics |= toggles
+        if self._drafts is not None:
+            metrics |= self._drafts.as_metrics(self._run.fleet)
         work.capacity.observe(self._run.fleet, time.monotonic())
         return metrics | work.sources.as_metrics(seconds) | work.capacity.as_metrics()
 

@@ -26,6 +26,7 @@ from scavenger.protocol.messages.common import (
     RunName,
     Sampling,
     Slots,
+    Total,
     WeightSource,
 )
 from scavenger.protocol.messages.deliveries import (
@@ -519,7 +520,8 @@ class Fleet(Message, frozen=True):
     `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
     `order`: the last `SetReserved.order` that this answers. `asleep`: names (`reserved_name`) of the reserved workers that
     acknowledged their order to sleep, with `bytes_held` bytes in all; `holding`: of all others, of which some may be
-    silent, or lost without a word.
+    silent, or lost without a word. `drafted`, `accepted`, `verifications`: totals of the run's engines since the daemon began, as in a
+    worker's heartbeat.
     """
 
     harvested: int
@@ -533,6 +535,9 @@ class Fleet(Message, frozen=True):
     asleep: Slots = ()
     holding: Slots = ()
     bytes_held: Nbytes = 0
+    drafted: Total = 0
+    accepted: Total = 0
+    verifications: Total = 0
 
 
 class RunStopped(Message, frozen=True):

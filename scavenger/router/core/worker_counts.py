@@ -101,4 +101,7 @@ def fleet_of(run: ActiveRun) -> Fleet:
         memory.asleep,
         memory.holding,
         memory.bytes_held,
+        run.speculated.drafted,
+        run.speculated.accepted,
+        run.speculated.verifications,
     )
