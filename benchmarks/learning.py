@@ -17,7 +17,9 @@ preempted and in which no sample moved proves nothing, and is told. Needs vLLM.
 
 `k0`, `k1`, `k4` and `k8`: `algorithm.max_off_policy_steps` of so many, with correction, on preempted reference engines; the differences
 are to k0 of the same seed. The mean age of what was trained is told: one that stays at 0 proves nothing. `k8off` is `k8` without the
-correction, a control: its harm is visible if the whole interval of k8off - k0 is below 0.
+correction, a control: its harm is visible if the whole interval of k8off - k0 is below 0. What is trained is hardly old where generation
+is what a step waits for, whatever k is; with `--reward-s` each reward takes so many seconds, as of a slow judge, and engines generate
+meanwhile.
 
 Writes <out>/learning.json and learning.svg, over all runs that the folder has, of this call and of earlier ones.
 """
@@ -25,6 +27,7 @@ Writes <out>/learning.json and learning.svg, over all runs that the folder has, 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -45,6 +48,7 @@ from scavenger.cluster.layout import demo_layout  # noqa: E402
 from scavenger.cluster.model import JobState  # noqa: E402
 from scavenger.demo.site import DemoSite, SiteOptions  # noqa: E402
 from scavenger.observe import plots  # noqa: E402
+from trainer.tasks import sort  # noqa: E402
 
 WITHIN = 0.03
 LEARNT_NOTHING = 0.05  # more than the model it began with: what random rewards may at most seem to teach
@@ -102,6 +106,20 @@ def coin(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     return float(hashlib.blake2b(f"{prompt}/{completion}".encode(), digest_size=1).digest()[0] & 1)
 
 
+async def slow(prompt: str, completion: str, meta: dict[str, Any], *, seconds: float) -> float:
+    """The task's own reward, as late as a slow judge's. Evaluations are not slowed."""
+    if not meta.get("mode"):
+        await asyncio.sleep(seconds)
+    return sort.reward(prompt, completion, meta)
+
+
+def reward_sections(arm: Arm, reward_s: float) -> dict[str, dict[str, Any]]:
+    if not reward_s:
+        return {"reward": {"function": arm.reward}}
+    function = {"function": "benchmarks.learning:slow", "timeout_s": 30.0 + reward_s, "concurrency": 1024}
+    return {"reward": function, "reward.options": {"seconds": reward_s}}
+
+
 def document(
     arm: Arm, seed: int, model: Path, site: DemoSite, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
@@ -121,7 +139,7 @@ def document(
         "data": {"task": "sort", "prompts_per_step": options.prompts, "samples_per_prompt": 8, "seed": seed},
         "sampling": {"max_tokens": 7},
         "engine": {"name": arm.engine, "max_batch": 96},
-        "reward": {"function": arm.reward},
+        **reward_sections(arm, options.reward_s),
         "algorithm": {
             "name": "grpo",
             "importance": arm.importance,
@@ -308,6 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=what)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--reward-s", type=float, default=0.0, help="seconds that each reward takes; 0: none")
     parser.add_argument("--preempt-every-s", type=float, default=30.0)
     parser.add_argument(
         "--weights-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what engines are given"

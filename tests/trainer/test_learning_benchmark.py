@@ -101,12 +101,20 @@ def test_the_plot_has_a_line_a_run() -> None:
 @pytest.mark.parametrize("arm", learning.ARMS, ids=lambda arm: arm.name)
 def test_every_arm_s_run_toml_can_be_read(arm: learning.Arm, tmp_path: Path) -> None:
     options = argparse.Namespace(
-        steps=4, engines=1, prompts=32, lr=1e-4, eval_every=25, eval_prompts=16, weights_dtype="bfloat16"
+        steps=4,
+        engines=1,
+        prompts=32,
+        lr=1e-4,
+        eval_every=25,
+        eval_prompts=16,
+        weights_dtype="bfloat16",
+        reward_s=2.0 if arm.k else 0.0,
     )
     site = SimpleNamespace(dir=tmp_path, state_dir=tmp_path / "state")
     path = tmp_path / "run.toml"
     path.write_text(toml.dumps(learning.document(arm, 1, tmp_path, site, options)))  # type: ignore[arg-type]
     config = read_run(path)
+    assert config.reward.function == ("benchmarks.learning:slow" if arm.k else arm.reward)
     assert (config.engine.name, config.run.harvest, config.algorithm.importance) == (
         arm.engine,
         arm.preempted,
