@@ -1,6 +1,6 @@
 """Several runs over one fleet: GPUs divided by value against a static division, first-come, and turns by share.
 
-    python -m benchmarks.fleet --keep FILE [--traces DIR] [--runs 2,4,8] [--mix unlike,alike] [--seeds 3] [--hours 2]
+    python -m benchmarks.fleet --keep FILE [--traces DIR] [--runs 2,4,8] [--mix unlike,alike,short,one-model] [--seeds 3] [--hours 2]
     python -m benchmarks.fleet --keep FILE --no-run          (the tables of what is there so far)
 
     static       each run has a part of the nodes to itself, with as many idle GPUs on average
@@ -36,7 +36,7 @@ from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import SimulatedRun, simulate, simulate_fleet
 from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import CachedLengths
-from scavenger.simulate.outcome import SimulationOutcome
+from scavenger.simulate.outcome import HOUR_S, SimulationOutcome
 from scavenger.simulate.policies import OURS
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
@@ -71,7 +71,8 @@ UNLIKE = (
     Kind("32B on 16", "Qwen3-32B", 16, 8, 128),
     Kind("8B on 8", "Qwen3-8B", 8, 2, 128),
 )
-MIXES = {"unlike": UNLIKE, "alike": (UNLIKE[3],)}
+#: Of equal runs, long steps and short ones; and of one model, whose engines could change hands: long steps beside short ones.
+MIXES = {"unlike": UNLIKE, "alike": (UNLIKE[3],), "short": (UNLIKE[1],), "one-model": (UNLIKE[1], UNLIKE[3])}
 
 
 def runs_of(mix: str, count: int) -> list[Kind]:
@@ -160,7 +161,7 @@ class Unit:
 class Found:
     """Of each run, in order: tokens a second, GPUs harvested on average, finished steps, starts of engines; `stages`: where the seconds of
     its finished steps went, by `STAGES`; `idle`: its reserved GPUs that did nothing, on average, and `lendable`: those of them in waits of
-    `LENT_S` and more."""
+    `LENT_S` and more; `unused`: harvested GPUs whose engines had no sample, or started."""
 
     tokens_per_s: list[float]
     gpus: list[float]
@@ -171,6 +172,7 @@ class Found:
     stages: list[list[float]] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
     lendable: list[float] = field(default_factory=list)
+    unused: list[float] = field(default_factory=list)
 
 
 def divided(name: str, floor: float | None = None) -> SimulatedDivision:
@@ -209,6 +211,7 @@ def play(unit: Unit, folder: Path | None, division: str, floor: float | None = N
         [[sum(getattr(step, f"{stage}_s") for step in out.steps) for stage in STAGES] for out in outs],
         [out.reserved.idle_gpu_s / out.seconds for out in outs if out.reserved is not None],
         [out.reserved.waited_longer(LENT_S) / out.seconds for out in outs if out.reserved is not None],
+        [out.idle_allocated_gpu_hours * HOUR_S / out.seconds for out in outs],
     )
 
 
@@ -274,9 +277,10 @@ def table(kept: Kept) -> Iterator[str]:
 
 
 def reserved_table(kept: Kept) -> Iterator[str]:
-    """Median and spread over units, of the reserved GPUs of all runs: how many did nothing, on average, and how many trained."""
-    yield "| runs | nodes | division | reserved GPUs that did nothing | in waits of 30 s and more | of a step, training | units |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    """Median and spread over units, of all runs together: how many GPUs did nothing, on average, and how much of a step was training."""
+    idle = f"reserved GPUs that did nothing | in waits of {LENT_S:.0f} s and more | harvested GPUs without a sample"
+    yield f"| runs | nodes | division | {idle} | of a step, training | units |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     cells_of = {(unit.mix != "unlike", unit.mix, -unit.nodes, unit.runs) for unit, _ in kept}
     for _, mix, part, runs in sorted(cells_of):
         for division in DIVISIONS:
@@ -290,8 +294,11 @@ def reserved_table(kept: Kept) -> Iterator[str]:
                     sum(one[STAGES.index("train")] for one in row.stages) / sum(map(sum, row.stages))
                     for row in rows
                 ]
-                idle = [_spread([sum(getattr(row, which)) for row in rows]) for which in ("idle", "lendable")]
-                yield f"| {runs} {mix} | {-part:g} | {division} | {' | '.join(idle)} | {_spread(trains)} | {len(rows)} |"
+                cells = [
+                    _spread([sum(getattr(row, which)) for row in rows])
+                    for which in ("idle", "lendable", "unused")
+                ]
+                yield f"| {runs} {mix} | {-part:g} | {division} | {' | '.join(cells)} | {_spread(trains)} | {len(rows)} |"
 
 
 def _spread(values: Sequence[float]) -> str:
