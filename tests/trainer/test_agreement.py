@@ -117,6 +117,53 @@ def test_samples_of_steps_before_are_counted_and_what_comes_later_is_masked(
     assert line.startswith("LOOK: worker 7 on node n7 was set aside: its numbers are wrong.")
 
 
+class Aged(Reported):
+    """In step 2 a third of the samples is of the weights that it trains, a third of older ones, a third began with those."""
+
+    def _answer(self, step: int, version: int, spec: messages.GroupSpec) -> messages.GroupDone:
+        made = super()._answer(step, version, spec)
+        samples = []
+        for sample in made.samples:
+            count = messages.token_count(sample.tokens)
+            old, new = (1, 0), (2, step - 1)
+            versions = (
+                ((*new, count),)
+                if step == 1 or sample.sample_id % 3 == 0
+                else ((*old, count),)
+                if sample.sample_id % 3 == 1 or count < 2
+                else ((*old, 1), (*new, count - 1))
+            )
+            samples.append(msgspec.structs.replace(sample, versions=versions))
+        return msgspec.structs.replace(made, samples=tuple(samples))
+
+
+def test_only_what_the_trained_weights_generated_is_compared_with_the_trainer(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older samples differ for their age. They were reported once: with steps in advance every engine was set aside in its turn."""
+    run, step = Aged(1, 10_000), Stepper.step
+    reported: list[set[int]] = []
+
+    def two(self: Any, number: int, version: int, prompts: Any) -> StepResult:
+        for one in (number, 2):
+            run.reports.clear()
+            found = step(self, one, version, prompts)
+            reported.append({span.sample_id for span in run.reports})
+        return found
+
+    monkeypatch.setattr(Stepper, "step", two)
+    config = make_config(
+        model_folder,
+        run={"deterministic": False},
+        algorithm={"max_off_policy_steps": 1, "scale_by_std": False},
+    )
+    found, _ = play(config, mesh, run)
+    first, second = reported
+    assert {sample_id % 3 for sample_id in first} == {0, 1, 2}
+    assert {sample_id % 3 for sample_id in second} == {0}
+    assert {one.sample_id % 3 for one in found.outcomes if one.outcome == "consumed"} == {0, 1, 2}
+
+
 def row(cuts: tuple[int, ...], proximal: Sequence[float], behaviour: Sequence[float]) -> TrainRow:
     return TrainRow(
         5,

@@ -163,6 +163,7 @@ class _Work:
     spans: dict[int, tuple[tuple[int, int], ...]] = field(
         default_factory=dict
     )  # by sample id: who generated it
+    fresh: set[int] = field(default_factory=set)  # samples of the very weights that the step trains
     trained: list[int] = field(
         default_factory=list
     )  # ids of groups whose rows are in the gradients or in the stash
@@ -471,6 +472,7 @@ class Stepper:
         )
         work.judged[group.group_id] = judged
         work.spans |= {sample.sample_id: sample.spans for sample in group.samples}
+        work.fresh |= {sample.sample_id for sample in group.samples if self._is_fresh(sample, work.step)}
         if self._barrier:
             return False
         (scored,) = self._scoring.settle([judged])
@@ -567,16 +569,24 @@ class Stepper:
         if later:
             self._stash(work, later)
 
+    def _is_fresh(self, sample: messages.DoneSample, step: int) -> bool:
+        """Whether `step` trains the very weights that generated all of a sample's tokens. Where that is not known it is not."""
+        if not self._config.algorithm.max_off_policy_steps:
+            return True
+        return bool(sample.versions) and all(of_step == step - 1 for _, of_step, _ in sample.versions)
+
     def _compare(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
         """Report how engines agree on what was just trained or stashed; mask what those generated that the daemon set aside.
 
-        All rows of a step are reported before its first update: until then its gradients can be given up.
+        All rows of a step are reported before its first update: until then its gradients can be given up. What older weights generated
+        differs from the trainer's for its age, and says nothing of an engine.
         """
         rows = {row.sample_id for group in groups for row in group.rows}
         found = {sample_id: work.stats[sample_id].agreement for sample_id in rows & work.stats.keys()}
         stashed = [row for mini_batch in work.stash.values() for of_group in mini_batch for row in of_group]
         found |= {row.sample_id: agreement.of_row(row) for row in stashed if row.sample_id in rows}
-        spans = agreement.report(found, work.spans)
+        fresh = {sample_id: one for sample_id, one in found.items() if sample_id in work.fresh}
+        spans = agreement.report(fresh, work.spans)
         if not spans:
             return
         new = [
