@@ -215,6 +215,8 @@ def read(path: Path) -> dict[str, Any]:
         "reward": [line["reward"] for line in train],
         "moves": sum(line["moves"] for line in train),
         "age": statistics.fmean(line.get("staleness_mean", 0.0) for line in train),
+        "oldest": max(line.get("staleness_max", 0.0) for line in train),
+        "set_aside": sum(line["engines_set_aside"] for line in train),
         "mismatch_k3": statistics.fmean(line["mismatch_k3"] for line in train),
     }
 
@@ -249,10 +251,18 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
             fine = False
         if arm.k:
             age = statistics.fmean(one["age"] for one in mine)
-            report_lines.append(f"{arm.name}: mean age of what was trained {age:.2f} versions")
+            oldest = max(one.get("oldest", 0.0) for one in mine)
+            report_lines.append(
+                f"{arm.name}: mean age of what was trained {age:.2f} versions, the oldest {oldest:.0f} of {arm.k}"
+            )
             if not age:
                 report_lines.append(f"{arm.name}: nothing was stale, so staleness was not tested")
                 fine = False
+        if aside := sum(one.get("set_aside", 0.0) for one in mine):
+            report_lines.append(
+                f"{arm.name}: {aside:.0f} engines were set aside as wrong, and their samples masked"
+            )
+            fine = False
         if arm.name == "random" and last - first > LEARNT_NOTHING:
             report_lines.append("random rewards taught something: the comparison cannot be trusted")
             fine = False

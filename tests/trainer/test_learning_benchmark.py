@@ -86,6 +86,14 @@ def test_a_control_tells_whether_harm_is_visible_and_has_no_goal(
     assert not learning.verdict(off_policy(-0.1, -0.12, age=0.0))[1]  # nothing was stale
 
 
+def test_a_run_whose_engines_were_set_aside_meets_no_goal_and_the_oldest_sample_is_told() -> None:
+    found = [one | {"oldest": 3.0} for one in off_policy(-0.1, -0.12)]
+    said, fine = learning.verdict(found)
+    assert fine
+    assert any(line.endswith("the oldest 3 of 8") for line in said)
+    assert not learning.verdict([one | {"set_aside": 1.0} for one in found])[1]
+
+
 def test_a_folder_s_runs_of_several_calls_are_told_together(tmp_path: Path) -> None:
     for one in (run("k8off", 3, 0.8), run("k0", 3, 0.9), run("k0", 0, 0.9)):
         (tmp_path / f"{one['arm']}-{one['seed']}.json").write_text(json.dumps(one))
