@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -309,6 +311,215 @@ def test_a_service_without_metrics_is_no_service_that_is_gone() -> None:
         assert not isinstance(caught.value, ServiceGone)
 
 
+# ---------------------------------------------------------------- to the byte
+
+
+@dataclass
+class Raw:
+    """A service of plain sockets. `replies`: by path, all that it says; one without a reply it keeps open. `heard`: whole heads, and what
+    came after them; `gone`: connections that callers closed."""
+
+    port: int
+    replies: dict[str, bytes] = field(default_factory=dict)
+    heard: list[bytearray] = field(default_factory=list)
+    gone: int = 0
+
+    def serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            heard = bytearray()
+            while b"\r\n\r\n" not in heard:
+                heard += connection.recv(65536) or b"\r\n\r\n"
+            self.heard.append(heard)
+            reply = self.replies.get(heard.split(b" ")[1].decode(), b"")
+            connection.sendall(reply)
+            while not reply or b" close" in reply:
+                part = connection.recv(65536)
+                if not part:
+                    self.gone += 1
+                    return
+                heard += part
+
+
+@contextlib.contextmanager
+def raw_service() -> Iterator[Raw]:
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listening:
+        raw = Raw(listening.getsockname()[1])
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=raw.serve, args=(listening.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield raw
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture(scope="module")
+def raw() -> Iterator[tuple[Raw, str]]:
+    with raw_service() as service, proxied(f"http://127.0.0.1:{service.port}/svc") as (url, _process):
+        yield service, url
+
+
+def connected(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), DEADLINE_S)
+
+
+def answer(url: str, request: bytes) -> bytes:
+    """All that comes until the connection is closed. `request` asks for that."""
+    with connected(url) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+CLOSES = b"Host: a\r\nConnection: close\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"//evil.example/x",
+        b"/@evil.example:80/",
+        b"/../../x",
+        b"/a/./..%2f..%2fx",
+        b"/a%0d%0aHost:%20b",
+        b"/a\"<>\\^`{|}[]'?b={}<>%zz",
+        b"//scavenger/metrics",
+        b"/scavenger/metrics/",
+    ],
+)
+def test_a_target_reaches_the_service_to_the_letter_and_no_other_host(
+    raw: tuple[Raw, str], target: bytes
+) -> None:
+    service, url = raw
+    service.replies["/svc" + target.decode()] = OK
+    assert answer(url, b"TRACE " + target + b" HTTP/1.1\r\n" + CLOSES + b"\r\n").endswith(b"ok")
+    assert service.heard[-1].startswith(b"TRACE /svc" + target + b" HTTP/1.1\r\nhost: a\r\n")
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET http://evil.example/x", b"GET evil.example", b"CONNECT evil.example:443", b"OPTIONS *"]
+)
+def test_a_target_that_is_no_path_is_refused(raw: tuple[Raw, str], line: bytes) -> None:
+    service, url = raw
+    heard = len(service.heard)
+    assert answer(url, line + b" HTTP/1.1\r\n" + CLOSES + b"\r\n").startswith(b"HTTP/1.1 400 ")
+    assert len(service.heard) == heard
+
+
+def test_what_parts_messages_is_said_once_in_both_directions(raw: tuple[Raw, str]) -> None:
+    service, url = raw
+    service.replies["/svc/both"] = (
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+    )
+    both = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n"
+    reply = answer(url, b"POST /both HTTP/1.1\r\n" + CLOSES + both)
+    assert b"content-length" not in reply.lower()
+    assert reply.endswith(b"2\r\nok\r\n0\r\n\r\n")
+    wait_for("the body", lambda: service.heard[-1].endswith(b"5\r\nabcde\r\n0\r\n\r\n"))
+    assert b"content-length" not in service.heard[-1].lower()
+    heard = len(service.heard)
+    for of_two in (
+        b"Content-Length: 4\r\nContent-Length: 5\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+        b"Host: b\r\n",
+    ):
+        assert answer(url, b"POST /x HTTP/1.1\r\n" + CLOSES + of_two + b"\r\nabcde").startswith(
+            b"HTTP/1.1 400 "
+        )
+    assert len(service.heard) == heard
+
+
+def test_headers_without_end_are_not_kept(raw: tuple[Raw, str]) -> None:
+    request = b"GET /x HTTP/1.1\r\nX: " + b"a" * 50_000_000
+    with connected(raw[1]) as connection, pytest.raises(OSError, match=r"reset|pipe"):
+        connection.sendall(request)
+
+
+def test_a_caller_without_a_host_and_one_that_asks_for_an_upgrade_are_served(raw: tuple[Raw, str]) -> None:
+    service, url = raw
+    service.replies["/svc/old"] = service.replies["/svc/h2c"] = OK
+    assert answer(url, b"GET /old HTTP/1.0\r\n\r\n").endswith(b"ok")
+    assert f"host: 127.0.0.1:{service.port}".encode() in service.heard[-1]
+    upgrade = (
+        b"Host: a\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: A\r\n"
+    )
+    assert answer(url, b"POST /h2c HTTP/1.1\r\n" + upgrade + b"Content-Length: 5\r\n\r\nabcde").endswith(
+        b"ok"
+    )
+    wait_for("the body", lambda: service.heard[-1].endswith(b"\r\n\r\nabcde"))
+
+
+def test_a_reply_without_a_body_leaves_its_callers_connection_open(raw: tuple[Raw, str]) -> None:
+    service, url = raw
+    service.replies["/svc/same"] = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n"
+    service.replies["/svc/none"] = b"HTTP/1.1 204 No Content\r\n\r\n"
+    service.replies["/svc/head"] = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
+    service.replies["/svc/ok"] = OK
+    lines = (b"GET /same", b"GET /none", b"HEAD /head")
+    asked = b"".join(line + b" HTTP/1.1\r\nHost: a\r\n\r\n" for line in lines)
+    reply = answer(url, asked + b"GET /ok HTTP/1.1\r\n" + CLOSES + b"\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+)", reply) == [b"304", b"204", b"200", b"200"]
+    assert reply.endswith(b"\r\n\r\nok")
+
+
+@pytest.mark.parametrize(
+    "whole", [b"Content-Length: 9\r\n\r\nabcde", b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n"]
+)
+def test_a_reply_that_breaks_off_is_no_whole_one_and_one_line_is_logged(whole: bytes) -> None:
+    with raw_service() as service:
+        service.replies["/x"] = b"HTTP/1.1 200 OK\r\n" + whole
+        argv = [sys.executable, "-m", "scavenger", "guest-proxy"]
+        argv += ["--service", f"http://127.0.0.1:{service.port}"]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            found = re.search(r"serves (http://127\.0\.0\.1:[0-9]+);", process.stdout.readline())
+            assert found
+            with pytest.raises(httpx2.RemoteProtocolError):
+                httpx2.get(f"{found[1]}/x", headers={"Authorization": "Bearer k"}, trust_env=False)
+            process.terminate()
+            logged = process.stdout.read()
+    assert len(logged.splitlines()) == 1, logged
+
+
+def test_a_caller_that_leaves_before_there_is_a_reply_ends_its_request_at_the_service(
+    raw: tuple[Raw, str],
+) -> None:
+    service, url = raw
+    for request in (
+        b"GET /never HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /never HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi",
+        b"POST /never HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nh",
+    ):
+        heard, gone = len(service.heard), service.gone
+        with connected(url) as connection:
+            connection.sendall(request)
+            wait_for("the service to hear it", lambda heard=heard: len(service.heard) > heard)  # type: ignore[misc]
+        wait_for("the service to see that nobody waits", lambda gone=gone: service.gone > gone)  # type: ignore[misc]
+
+
+def test_it_may_have_two_connections_for_each_of_many_requests() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] < 1024:
+        pytest.skip("few open files are allowed")
+    with raw_service() as service:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))  # as a login shell's is too few
+        try:
+            with (
+                proxied(f"http://127.0.0.1:{service.port}") as (url, _process),
+                contextlib.ExitStack() as all_,
+            ):
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for _ in range(60):
+                    connection = all_.enter_context(connected(url))
+                    connection.sendall(b"GET /never HTTP/1.1\r\nHost: a\r\n\r\n")
+                wait_for("all to reach the service", lambda: len(service.heard) == 60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_it_ends_once_replies_under_way_are_whole() -> None:
     with (
         served(Upstream()) as upstream,
@@ -327,8 +538,6 @@ def test_it_ends_once_replies_under_way_are_whole() -> None:
 
 
 def listens(port: int) -> bool:
-    import socket
-
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
