@@ -21,11 +21,14 @@ from scavenger.guest.metrics import PROXY, Histogram, ServiceReading
 
 #: Upper bounds in seconds, each 5 % above the one before: from 1 ms to some 1,000 s.
 BOUNDS = (*(1e-3 * 1.05**n for n in range(284)), math.inf)
-#: First tokens that the service counts and that need not come through here: so many, and this part of them, over so many pages. The guest
-#: asks for a page at each of its readings.
-MISSED, MISSED_SHARE, PAGES = 3, 0.1, 600
-#: Parts of a stream of server-sent events that have no token.
+#: First tokens that the service counts and that need not come through here: so many, and this part of them, over so many seconds.
+MISSED, MISSED_SHARE, LATELY_S = 3, 0.1, 120.0
+#: Between two pages that are compared: however often a page is asked for.
+_APART_S = 1.0
+#: Server-sent events that have no token: the last one, and those that say where a reply of /v1/responses or /v1/messages stands. The first
+#: of these come before any token is made.
 _NO_TOKEN = (b"data: [DONE]", b"data:[DONE]")
+_STANDS = (b"response.", b"message_", b"content_block_", b"ping")
 
 
 @dataclass(slots=True)
@@ -44,10 +47,17 @@ class _Counted:
 
 
 def events(part: bytes) -> int:
-    """How many server-sent events with data begin in a part of a stream; `[DONE]` is none. Each is counted as one token: servers send an
-    event for each step of a sample."""
-    lines = [line for line in part.split(b"\n") if line.startswith(b"data:")]
-    return sum(not line.startswith(_NO_TOKEN) for line in lines)
+    """How many server-sent events with a token begin in a part of a stream. Each is counted as one token: servers send an event for each
+    step of a sample."""
+    count, stands = 0, False
+    for line in part.split(b"\n"):
+        if line.startswith(b"event:"):
+            name = line.removeprefix(b"event:").strip()
+            stands = name.startswith(_STANDS) and not name.endswith(b"delta")
+        elif line.startswith(b"data:"):
+            count += not stands and not line.startswith(_NO_TOKEN)
+            stands = False
+    return count
 
 
 class Latencies:
@@ -57,8 +67,9 @@ class Latencies:
         self._ttft, self._tpot = _Counted(), _Counted()
         self._begun: dict[int, float] = {}  # without a first token: when they were asked for
         self._last: dict[int, float] = {}  # with one: when the newest part came
-        #: First tokens that the service counted and that were seen here, at each page of the last ones.
-        self._pages: deque[tuple[float, int]] = deque(maxlen=PAGES)
+        #: When, and how many first tokens the service had counted and were seen here: pages of the last `LATELY_S`.
+        self._pages: deque[tuple[float, float, int]] = deque()
+        self._missed_until = -math.inf
 
     def begun(self, request: int, asked_at: float) -> None:
         """The service began to stream a reply; tokens come later."""
@@ -83,13 +94,10 @@ class Latencies:
         """What the service says of its queue, and what was seen here of its latencies, in Prometheus's text format.
 
         Where more of the first tokens that the service counted lately than `MISSED` and `MISSED_SHARE` did not come as streams through
-        here, the latencies are the service's own: others may ask it directly, and of a reply that is not streamed nobody sees its first
-        token.
+        here, the latencies are the service's own, for `LATELY_S` at least: others may ask it directly, and of a reply that is not streamed
+        nobody sees its first token.
         """
-        self._pages.append((service.ttft.total, self._ttft.total))
-        (first, seen_first), (last, seen_last) = self._pages[0], self._pages[-1]
-        counted = last - first  # below 0 where the service was started again
-        all_seen = counted - (seen_last - seen_first) <= MISSED + MISSED_SHARE * counted
+        all_seen = self._all_seen(service.ttft.total, now)
         oldest_s = now - min(self._begun.values(), default=now)
         return _text(
             (
@@ -109,6 +117,20 @@ class Latencies:
                 ),
             )
         )
+
+    def _all_seen(self, counted: float, now: float) -> bool:
+        pages, seen = self._pages, self._ttft.total
+        if pages and counted < pages[-1][1]:
+            pages.clear()  # the service was started again
+        if not pages or now - pages[-1][0] >= _APART_S:
+            pages.append((now, counted, seen))
+        while len(pages) > 1 and pages[1][0] <= now - LATELY_S:
+            pages.popleft()
+        _, first, seen_first = pages[0]
+        lately = counted - first
+        if lately - (seen - seen_first) > MISSED + MISSED_SHARE * lately:
+            self._missed_until = now + LATELY_S
+        return now >= self._missed_until
 
 
 def _family(name: str, says: str, counted: Histogram) -> Metric:

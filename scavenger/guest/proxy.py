@@ -31,7 +31,7 @@ from scavenger.asyncio_helpers import HungUp, listening_socket, unless_gone
 from scavenger.errors import ConfigError
 from scavenger.guest import service
 from scavenger.guest.latencies import Latencies, events
-from scavenger.guest.metrics import ServiceError
+from scavenger.guest.metrics import ServiceError, ServiceReading
 from scavenger.guest.service import PROXY_METRICS, ServiceGone
 from scavenger.host import descriptors
 
@@ -53,8 +53,8 @@ CONNECT_S = 10.0
 IDLE_S = 2.0
 #: For the service's own page of metrics.
 PAGE_S = 2.0
-#: For so long a page is given again: however often it is asked for, the service is not.
-PAGE_AGAIN_S = 0.05
+#: For so long a reading of it counts: however often our page is asked for, the service's is not.
+READ_AGAIN_S = 0.05
 #: For replies under way when it is told to end.
 LEAVE_S = 600
 
@@ -108,8 +108,8 @@ class Proxy:
         self._prefix = self._base.raw_path.rstrip(b"/")
         self._latencies = Latencies()
         self._numbers = itertools.count()
-        self._page: asyncio.Task[bytes] | None = None
-        self._page_at = 0.0
+        self._reading: asyncio.Task[ServiceReading] | None = None
+        self._read_at = 0.0
         # No client: one would keep callers' cookies, and tidy paths up.
         self._http = httpx2.AsyncHTTPTransport(
             trust_env=False,
@@ -131,19 +131,16 @@ class Proxy:
 
     async def _metrics(self, _request: Request) -> Response:
         now = time.monotonic()
-        if self._page is None or (self._page.done() and now - self._page_at > PAGE_AGAIN_S):
-            self._page, self._page_at = asyncio.create_task(self._read()), now
+        if self._reading is None or (self._reading.done() and now - self._read_at > READ_AGAIN_S):
+            reading = asyncio.to_thread(service.fetch, self._metrics_url, PAGE_S)
+            self._reading, self._read_at = asyncio.create_task(reading), now
         try:
-            page = await asyncio.shield(self._page)
+            page = self._latencies.page(await asyncio.shield(self._reading), time.monotonic())
         except ServiceGone as error:
             return PlainTextResponse(f"{error}\n", 410)
         except ServiceError as error:
             return PlainTextResponse(f"{error}\n", 502)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def _read(self) -> bytes:
-        reading = await asyncio.to_thread(service.fetch, self._metrics_url, PAGE_S)
-        return self._latencies.page(reading, time.monotonic())
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = _Call(Request(scope, receive))

@@ -27,7 +27,8 @@ class Window:
         `generating`: at this moment.
 
         A reading is the first one too when the last is older than the window: this process was stopped, or the service could not be read.
-        What was counted meanwhile is not of the window.
+        What was counted meanwhile is not of the window. And where none in the window has its bounds: of histograms that are not alike there
+        is no difference.
         """
         kept = self._readings
         if kept and now - kept[-1][0] > self.window_s:
@@ -35,11 +36,11 @@ class Window:
         kept.append((now, reading, peak))
         while len(kept) > 2 and kept[1][0] <= now - self.window_s:
             kept.popleft()
-        if len(kept) < 2:
+        earlier = [(at, one) for at, one, _ in list(kept)[:-1] if _alike(one, reading)]
+        if not earlier:
             return None
-        first = kept[0][1]
-        earlier = list(kept)[-2::-1]
-        last = next((one for at, one, _ in earlier if at <= now - NOW_S), first)
+        first = earlier[0][1]
+        last = next((one for at, one in reversed(earlier) if at <= now - NOW_S), first)
         return ServiceView(
             reading.ttft.since(first.ttft).quantile(0.99),
             reading.tpot.since(first.tpot).quantile(0.99),
@@ -56,3 +57,11 @@ class Window:
         """With the newest reading."""
         while len(self._readings) > 1:
             self._readings.popleft()
+
+
+def _alike(one: ServiceReading, other: ServiceReading) -> bool:
+    """Whether the histograms of both have the same bounds; one that has none yet counted nothing."""
+    return all(
+        not a.bounds or not b.bounds or a.bounds == b.bounds
+        for a, b in ((one.ttft, other.ttft), (one.tpot, other.tpot))
+    )

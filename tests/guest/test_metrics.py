@@ -188,6 +188,22 @@ def test_a_window_that_begins_anew_has_what_came_since_its_newest_reading() -> N
     assert found[3] is not None, "the reading is there to compare with"
 
 
+def test_histograms_with_other_bounds_are_not_compared() -> None:
+    window, found = Window(30.0), []
+    many = Histogram(BOUNDS, (1e6, 1e6, 1e6))  # since the server began
+    more = Histogram(BOUNDS, (1e6, 1e6 + 9, 1e6 + 9))
+    other = Histogram((0.5, math.inf), (1e6, 1e6))
+    for second, histogram in enumerate((many, other, more, other)):
+        reading = metrics.ServiceReading("vLLM", histogram, histogram, 0, 1, 1.0)
+        found.append(window.view(float(second), reading, peak=0))
+    assert found[:2] == [None, None]
+    assert found[2] is not None, "its like is in the window yet"
+    assert found[2].ttft_p99_s is not None
+    assert found[2].ttft_p99_s > BOUNDS[0], "of the 9 alone"
+    assert found[3] is not None
+    assert found[3].ttft_p99_s is None
+
+
 def test_now_is_a_second_also_where_readings_come_more_often() -> None:
     window = Window(30.0)
     found = []

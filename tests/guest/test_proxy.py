@@ -32,10 +32,10 @@ from starlette.responses import Response, StreamingResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 from scavenger.asyncio_helpers import listening_socket  # noqa: E402
-from scavenger.guest.latencies import MISSED, Latencies, events  # noqa: E402
+from scavenger.guest.latencies import LATELY_S, MISSED, Latencies, events  # noqa: E402
 from scavenger.guest.metrics import Histogram as Read  # noqa: E402
 from scavenger.guest.metrics import ServiceError, ServiceReading, parse  # noqa: E402
-from scavenger.guest.proxy import end_to_end  # noqa: E402
+from scavenger.guest.proxy import READ_AGAIN_S, end_to_end  # noqa: E402
 from scavenger.guest.service import PROXY_METRICS, ServiceGone, fetch, metrics_url  # noqa: E402
 
 DEADLINE_S = 60.0
@@ -72,6 +72,12 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
         (b" the rest of a long event\n\n", 0),
         (b"data: [DONE]\n\n", 0),
         (b"", 0),
+        (b"event: response.created\ndata: {}\n\nevent: response.in_progress\ndata: {}\n\n", 0),
+        (b"event: response.output_text.delta\ndata: {}\n\nevent: response.completed\ndata: {}\n\n", 1),
+        (
+            b"event: message_start\r\ndata: {}\r\n\r\nevent: content_block_delta\r\ndata: {}\r\n\r\ndata: {}\r\n",
+            2,
+        ),
     ],
 )
 def test_events_are_counted_where_they_begin(part: bytes, count: int) -> None:
@@ -131,6 +137,34 @@ def test_where_others_ask_the_service_directly_its_own_latencies_are_told() -> N
     assert read.tpot.total == 1040.0
 
 
+def test_however_often_its_page_is_asked_for_what_came_another_way_is_noticed() -> None:
+    seen, bounds = Latencies(), []
+    for tick in range(2000):
+        # Nothing comes through here; the service counts a first token each second.
+        bounds.append(len(parse(seen.page(counted(tick // 100), tick / 100)).ttft.bounds))
+    assert bounds[0] > 2
+    assert bounds[-1] == 2
+
+
+def test_between_its_own_latencies_and_the_services_it_does_not_swing() -> None:
+    seen = Latencies()
+    exact = len(parse(seen.page(counted(0), 0.0)).ttft.bounds)
+    assert len(parse(seen.page(counted(MISSED + 1), 1.0)).ttft.bounds) == 2
+    for request in range(100):
+        seen.begun(request, 1.0)
+        seen.came(request, 1, 1.1)
+        seen.ended(request)
+    assert len(parse(seen.page(counted(104), 2.0)).ttft.bounds) == 2, "most come through here now"
+    assert len(parse(seen.page(counted(104), 1.0 + LATELY_S)).ttft.bounds) == exact
+
+
+def test_a_service_that_was_started_again_is_counted_anew() -> None:
+    seen = Latencies()
+    seen.page(counted(1000), 0.0)
+    seen.page(counted(0), 1.0)
+    assert len(parse(seen.page(counted(MISSED + 1), 2.0)).ttft.bounds) == 2
+
+
 # ---------------------------------------------------------------- with a server
 
 
@@ -143,6 +177,7 @@ class Upstream:
     asked: list[dict[str, Any]] = field(default_factory=list)
     left: int = 0
     whole: int = 0
+    pages: int = 0
 
     def app(self) -> Starlette:
         registry = CollectorRegistry()
@@ -165,10 +200,12 @@ class Upstream:
             )
             return Response(body, 418, {"x-reply": "yes", "content-type": "application/x-some"})
 
-        async def stream(_request: Request) -> Response:
-            return StreamingResponse(self._parts(), media_type="text/event-stream")
+        async def stream(request: Request) -> Response:
+            encoding = {"content-encoding": "gzip"} if "gzip" in request.url.query else {}
+            return StreamingResponse(self._parts(), headers=encoding, media_type="text/event-stream")
 
         async def metrics(_request: Request) -> Response:
+            self.pages += 1
             return Response(generate_latest(registry), media_type="text/plain")
 
         return Starlette(
@@ -290,6 +327,50 @@ def test_a_caller_that_leaves_ends_its_request_at_the_service(both: tuple[Upstre
         pass
     wait_for("the service to see it", lambda: upstream.left == left + 1)
     assert fetch(url + PROXY_METRICS, 10.0).oldest_s == 0.0
+
+
+def test_a_caller_that_is_slow_to_ask_does_not_make_the_service_slow(both: tuple[Upstream, str]) -> None:
+    upstream, url = both
+    before = fetch(url + PROXY_METRICS, 10.0)
+
+    def body() -> Iterator[bytes]:
+        yield b"a "
+        until = time.monotonic() + 1.0
+        wait_for("a second", lambda: time.monotonic() > until)
+        yield b"prompt"
+
+    for _ in range(3):
+        upstream.release.release()
+    httpx2.post(f"{url}/stream", content=body(), trust_env=False, timeout=DEADLINE_S)
+    first = fetch(url + PROXY_METRICS, 10.0).ttft.since(before.ttft).quantile(1.0)
+    assert first is not None
+    assert first < 0.9
+
+
+def test_a_stream_that_cannot_be_read_has_no_latency_and_no_age(both: tuple[Upstream, str]) -> None:
+    _upstream, url = both
+    before = fetch(url + PROXY_METRICS, 10.0)
+    with httpx2.stream("POST", f"{url}/stream?gzip", trust_env=False, timeout=DEADLINE_S):
+        for _ in range(2):
+            assert fetch(url + PROXY_METRICS, 10.0).oldest_s == 0.0
+    assert fetch(url + PROXY_METRICS, 10.0).ttft.total == before.ttft.total
+
+
+def test_a_flood_of_readers_is_no_flood_at_the_service(both: tuple[Upstream, str]) -> None:
+    upstream, url = both
+    before, began = upstream.pages, time.monotonic()
+
+    def read() -> None:
+        for _ in range(10):
+            fetch(url + PROXY_METRICS, 10.0)
+
+    readers = [threading.Thread(target=read) for _ in range(10)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    seconds = time.monotonic() - began
+    assert 1 <= upstream.pages - before <= seconds / READ_AGAIN_S + 2
 
 
 def test_a_service_that_is_gone_is_said_to_callers_and_to_the_guest() -> None:
@@ -454,9 +535,11 @@ def test_a_caller_without_a_host_and_one_that_asks_for_an_upgrade_are_served(raw
 
 def test_a_reply_without_a_body_leaves_its_callers_connection_open(raw: tuple[Raw, str]) -> None:
     service, url = raw
-    service.replies["/svc/same"] = b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n"
-    service.replies["/svc/none"] = b"HTTP/1.1 204 No Content\r\n\r\n"
-    service.replies["/svc/head"] = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
+    service.replies["/svc/same"] = (
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\nConnection: close\r\n\r\n"
+    )
+    service.replies["/svc/none"] = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"
+    service.replies["/svc/head"] = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\n"
     service.replies["/svc/ok"] = OK
     lines = (b"GET /same", b"GET /none", b"HEAD /head")
     asked = b"".join(line + b" HTTP/1.1\r\nHost: a\r\n\r\n" for line in lines)
