@@ -352,6 +352,12 @@ srun --overlap scavenger guest --service http://127.0.0.1:8000 --objective "ttft
 wait %1""": By(
             "tests/system/test_guest.py::test_a_guest_generates_into_slack_gives_way_to_a_burst_and_ends_with_its_service"
         ),
+        """srun --overlap vllm serve MODEL --gpu-memory-utilization 0.6 --host 127.0.0.1 --port 8000 &
+srun --overlap scavenger guest-proxy --service http://127.0.0.1:8000 --listen 0.0.0.0:8001 &       # callers come here
+srun --overlap scavenger guest --service http://127.0.0.1:8001/scavenger/metrics --poll 0.2 --objective "ttft_p99=500ms tpot_p99=60ms" \\
+     --daemon /shared/scavenger/public --key chat.key --memory-share 0.3 &""": By(
+            "tests/system/test_guest_beside_vllm.py::test_the_benchmark_plays_each_arm_and_says_what_came_of_it"
+        ),
     },
     "docs/web.md": {
         "pip install -c constraints.txt '.[web]'": PIP,
