@@ -37,8 +37,8 @@ from scavenger.simulate.serving import (
     Arrival,
     Budget,
     Interference,
+    MetricsPage,
     ServingOutcome,
-    Told,
     p99,
     requests_within,
     serve,
@@ -129,7 +129,11 @@ def objective_of(alone: ServingOutcome, times: float) -> Objective:
 
 
 def played(
-    asked: Sequence[Arrival], slowed: Interference, times: float, poll_s: float = 1.0, told: Told = BY_SERVER
+    asked: Sequence[Arrival],
+    slowed: Interference,
+    times: float,
+    poll_s: float = 1.0,
+    page: MetricsPage = BY_SERVER,
 ) -> tuple[Objective, list[Row]]:
     """The service alone, which gives the objective, and then with each policy's guest."""
     alone = serve(ENGINE, asked, slowed, POLICIES["alone"](Objective(1.0)), poll_s=poll_s)
@@ -141,7 +145,7 @@ def played(
         out = (
             alone
             if name == "alone"
-            else serve(ENGINE, asked, slowed, made(objective), poll_s=poll_s, told=told)
+            else serve(ENGINE, asked, slowed, made(objective), poll_s=poll_s, page=page)
         )
         good, seen = windows_within(out, objective, round(30 / poll_s))
         mean = sum(one.sample_s for one in out.intervals) / (len(out.intervals) * poll_s)

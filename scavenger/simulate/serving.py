@@ -38,8 +38,8 @@ TPOT_BOUNDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the guest is told: bounds of TTFT's and TPOT's buckets, and whether the age of the oldest request without a token."""
+class MetricsPage:
+    """What a page of metrics says: bounds of TTFT's and TPOT's buckets, and whether the age of the oldest request without a token."""
 
     ttft: tuple[float, ...] = TTFT_BOUNDS
     tpot: tuple[float, ...] = TPOT_BOUNDS
@@ -47,7 +47,7 @@ class Told:
 
 
 #: By the page of vLLM's server; by that of `scavenger guest-proxy` before it.
-BY_SERVER, BY_PROXY = Told(), Told(latencies.BOUNDS, latencies.BOUNDS, oldest=True)
+BY_SERVER, BY_PROXY = MetricsPage(), MetricsPage(latencies.BOUNDS, latencies.BOUNDS, oldest=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,13 @@ def serve(
     poll_s: float = 1.0,
     chunk: int = 2048,
     window: int = 30,
-    told: Told = BY_SERVER,
+    page: MetricsPage = BY_SERVER,
 ) -> ServingOutcome:
     """Play the service over `arrivals`, in order of time, until the last request is done. `chunk`: tokens that a step may prefill.
     `window`: seconds that a p99 is of."""
     out = ServingOutcome()
     play = _Play(
-        engine, interference, _Guest(times or GuestTimes()), budget, poll_s, chunk, window, told, out
+        engine, interference, _Guest(times or GuestTimes()), budget, poll_s, chunk, window, page, out
     )
     play.run(deque(arrivals))
     return out
@@ -205,7 +205,7 @@ class _Play:
         poll_s: float,
         chunk: int,
         window: int,
-        told: Told,
+        page: MetricsPage,
         out: ServingOutcome,
     ) -> None:
         self.engine, self.interference, self.guest, self.budget = engine, interference, guest, budget
@@ -216,7 +216,7 @@ class _Play:
         self.context = 0  # tokens of all that run
         self.reserved = 0  # tokens of KV that what was admitted may come to
         self.interval = Interval(poll_s)
-        self.ttft, self.tpot, self.oldest = _Counts(told.ttft), _Counts(told.tpot), told.oldest
+        self.ttft, self.tpot, self.oldest = _Counts(page.ttft), _Counts(page.tpot), page.oldest
         self.window = Window(window)
         self.window.view(0.0, self._reading(), 0)  # what the next ones are compared with
         self.flops_s = engine.gpus * engine.gpu.dense_flops * engine.efficiency.prefill_compute
