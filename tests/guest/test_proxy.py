@@ -46,7 +46,7 @@ def wait_for(what: str, condition: Any) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks at the condition
 
 
 # ---------------------------------------------------------------- pure
@@ -579,8 +579,8 @@ def test_a_caller_that_leaves_before_there_is_a_reply_ends_its_request_at_the_se
         heard, gone = len(service.heard), service.gone
         with connected(url) as connection:
             connection.sendall(request)
-            wait_for("the service to hear it", lambda heard=heard: len(service.heard) > heard)  # type: ignore[misc]
-        wait_for("the service to see that nobody waits", lambda gone=gone: service.gone > gone)  # type: ignore[misc]
+            wait_for("the service to hear it", lambda heard=heard: len(service.heard) > heard)  # type: ignore[misc]  # infers no type of a default
+        wait_for("the service to see that nobody waits", lambda gone=gone: service.gone > gone)  # type: ignore[misc]  # infers no type of a default
 
 
 def test_it_may_have_two_connections_for_each_of_many_requests() -> None:
