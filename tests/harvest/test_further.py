@@ -438,7 +438,7 @@ class Crowded(process.SiteRole):
 
 @pytest.mark.parametrize(
     ("jobs", "nbytes_per_s", "silent_s"),
-    [(30_000, 1e6, 1.0), pytest.param(100_000, 1e5, wire.SILENT_S, marks=pytest.mark.long)],
+    [(30_000, 3e5, 1.0), pytest.param(100_000, 1e5, wire.SILENT_S, marks=pytest.mark.long)],
 )
 @pytest.mark.timeout(180)
 def test_a_large_answer_crosses_a_slow_link_and_each_piece_is_a_sign_of_life(
@@ -473,10 +473,10 @@ def test_a_large_answer_crosses_a_slow_link_and_each_piece_is_a_sign_of_life(
         thread.start()
         try:
             wait_for("it is linked", lambda: ends.link.up("b"))
-            began, before = time.monotonic(), slow.carried
+            before = slow.carried
             # What waits is never so long without a piece, though all of them take longer.
             view = LinkedCluster(LinkLine(ends.link, "b", 2 * silent_s)).view()
-            took_s, carried = time.monotonic() - began, slow.carried - before
+            carried = slow.carried - before
         finally:
             stop.set()
             thread.join()
@@ -484,7 +484,7 @@ def test_a_large_answer_crosses_a_slow_link_and_each_piece_is_a_sign_of_life(
         assert len(view.jobs) >= jobs
         encoded = len(msgspec.msgpack.encode(view))
         assert carried < encoded / 3, "it is compressed"
-        assert took_s > 1.2 * silent_s, "longer than silence may last"
+        assert carried / nbytes_per_s > 1.2 * silent_s, "longer than silence may last"
 
 
 def test_what_unpacks_to_more_than_the_bound_is_malformed_and_is_not_unpacked() -> None:
