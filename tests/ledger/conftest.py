@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -14,16 +14,18 @@ from scavenger.ledger.store import parse
 from tests.private_postgres import PrivatePostgres, create_database
 
 _databases = count(1)
+_SERVER = pytest.StashKey[PrivatePostgres]()
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[sa.URL]:
+def postgres(request: pytest.FixtureRequest) -> Iterator[sa.URL]:
     """A server's URL. A private one listens on a Unix socket only, so it takes no port."""
     if named := os.environ.get("SCAVENGER_TEST_PG"):
         yield parse(named)
         return
     # fsync is off for speed: no test here pulls the plug of the machine.
     with PrivatePostgres({"fsync": "off", "max_connections": "20"}) as server:
+        request.config.stash[_SERVER] = server
         yield sa.make_url(server.url)
 
 
@@ -42,3 +44,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite3'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the private server said last stands beside a failure here, once one was started."""
+    report = yield
+    server = item.config.stash.get(_SERVER, None)
+    if report.failed and server is not None:
+        report.sections.append(("PostgreSQL's log", server.tail()))
+    return report
