@@ -7,9 +7,10 @@
 
 Simulated: the live router, policy, admission, train-step machine and harvester over virtual engines and a virtual Slurm. A cell is one
 of the policies' table (`policies_cells`) in its live setting: segment, model, most engines. Each line has the median over seeds of the
-ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, and what was thrown away for age. With
-`--speculation` k = 0 with `engine.speculation = "group"` over k = 0 without, and Seer's scheduler (`baselines.seer`) beside it. Below
-each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there: the same starts and preemptions.
+ratio to k = 0 of the same seed, with the lowest and the highest, where a step's seconds went, what was thrown away for age, and how old
+what was trained is. With `--speculation` k = 0 with `engine.speculation = "group"` over k = 0 without, and Seer's scheduler
+(`baselines.seer`) beside it. Below each cell the asynchronous trainers (`baselines.asynchronous`) over the engines that k = 0 had there:
+the same starts and preemptions.
 `--all`: k with all that this system has for the tail (speculation, kept KV), over k = 0 without any of it, beside the asynchronous trainers
 as they are, and as they would be had they these drafts too.
 """
@@ -80,7 +81,8 @@ class Play:
 @dataclass(frozen=True, slots=True)
 class Found:
     """Of one simulation, after its warm-up: tokens trained a second; means a step, in seconds; `thrown`: samples that were thrown away for
-    age; `others`: of each asynchronous trainer (tokens a second, thrown, ages)."""
+    age; `age`: mean and oldest of what was trained, in optimizer steps; `others`: of each asynchronous trainer (tokens a second, thrown,
+    ages)."""
 
     tokens_per_s: float
     step_s: float
@@ -91,6 +93,7 @@ class Found:
     preemptions: int
     thrown: int
     prefilled: float
+    age: tuple[float, int]
     others: dict[str, tuple[float, int, float, int]]
 
 
@@ -178,6 +181,7 @@ def played(play: Play) -> Found:
         out.preemptions,
         scenario.prompts * scenario.samples * len(out.steps) - sum(step.samples for step in out.steps),
         out.prefilled / max(1, out.tokens),
+        (mean("age_mean"), max(step.age_most for step in steps)),
         others_of(play, scenario, out, since),
     )
 
@@ -205,9 +209,9 @@ def rows(cell: str, ks: Sequence[int], found: dict[Play, Found]) -> list[str]:
         )
         thrown = sum(one.thrown for one in mine.values())
         prefilled = median([one.prefilled for one in mine.values()])
-        lines.append(
-            f"| {cell} | ours, k = {k} | {spread(ratios)} | {spread(best)} | {parts} | {prefilled:.2f} | {thrown} | at most {k} |"
-        )
+        age, oldest = median([one.age[0] for one in mine.values()]), max(one.age[1] for one in mine.values())
+        parts += f" | {prefilled:.2f} | {thrown} | {age:.1f}, at most {oldest}"
+        lines.append(f"| {cell} | ours, k = {k} | {spread(ratios)} | {spread(best)} | {parts} |")
     for name in next(iter(base.values())).others:
         theirs = {seed: one.others[name] for seed, one in base.items()}
         ratios = [theirs[seed][0] / base[seed].tokens_per_s for seed in sorted(base)]

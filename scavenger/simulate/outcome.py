@@ -13,7 +13,8 @@ class StepOutcome:
     """One optimizer step, in seconds. `seed`: reserved GPUs generated and nothing was trained; `toggle`: they changed over;
 
     `wait`: training GPUs idled for groups; `train` and `update`: computing; `publish`: until the next version was there.
-    `window`: seconds from the start until reserved engines first went to sleep. `tokens`: of completions consumed.
+    `window`: seconds from the start until reserved engines first went to sleep. `tokens`: of completions consumed. `age_mean`, `age_most`:
+    optimizer steps between the weights that generated its tokens and those that train them; 0 on policy.
     """
 
     step: int
@@ -30,6 +31,8 @@ class StepOutcome:
     samples: int
     moves: int
     harvested: int  # the most engines that were ready at once
+    age_mean: float = 0.0
+    age_most: int = 0
 
     @property
     def seconds(self) -> float:

@@ -561,6 +561,13 @@ class SimTrainer:
             "tokens": float(tokens),
         } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
+        ages = [
+            (under.step - 1 - of_step, count)
+            for group in under.done
+            for s in group.samples
+            for _, of_step, count in s.versions
+        ]
+        aged = sum(count for _, count in ages)
         self._under = None
         self._groups_of.pop(under.step, None)
         for group in under.done:
@@ -581,6 +588,8 @@ class SimTrainer:
                 len(outcomes),
                 sum(s.moves for group in under.done for s in group.samples),
                 under.harvested,
+                sum(age * count for age, count in ages) / aged if aged else 0.0,
+                max((age for age, _ in ages), default=0),
             )
         )
         if not self.stopped:

@@ -24,6 +24,8 @@ def test_the_lengths_that_a_step_trains_are_those_that_were_asked_for(k: int, on
     )
     out = simulate(scenario, SIMULATED_POLICIES["ours"])
     assert [step.step for step in out.steps] == list(range(1, STEPS + 1))
+    assert 0 < max(step.age_most for step in out.steps) <= k
+    assert all(0 <= step.age_mean <= step.age_most for step in out.steps)
     streams = Streams(scenario.seed)
     for step in out.steps:
         asked = [
@@ -51,6 +53,7 @@ def test_reserved_engines_generate_while_rewards_are_waited_for(engines: int) ->
     work, while a harvested engine generated alone."""
     slow = replace(small(3, 2), reward_s=60.0, max_engines=engines)
     [alone, *_] = simulate(slow, SIMULATED_POLICIES["ours"]).steps
+    assert (alone.age_mean, alone.age_most) == (0.0, 0), "on policy"
     first, second = simulate(replace(slow, max_off_policy_steps=1), SIMULATED_POLICIES["ours"]).steps
     assert first.wait_s < 0.5 * slow.reward_s, "its GPUs idle while they wait"
     assert first.seconds < 1.05 * alone.seconds
