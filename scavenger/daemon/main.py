@@ -303,6 +303,7 @@ class Daemon:
             self._read_payloads,
             self._read_pass_rates,
             self._read_taken,
+            self._read_ended_episodes,
         )
         self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
         return server
@@ -571,6 +572,9 @@ class Daemon:
     async def _read_taken(self, run_id: int, after_step: int) -> tuple[DeliveryState, ...]:
         most = deliveries.MAX_DUE_BYTES
         return await asyncio.to_thread(reader.taken_deliveries, self._engine, run_id, after_step, most)
+
+    async def _read_ended_episodes(self, run_id: int, most: int) -> tuple[str, ...]:
+        return await asyncio.to_thread(reader.ended_episodes, self._engine, run_id, most)
 
     async def _read_payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)

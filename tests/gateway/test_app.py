@@ -18,7 +18,7 @@ from scavenger.asyncio_helpers import listening_socket
 from scavenger.client import Client
 from scavenger.config import AgentPolicy
 from scavenger.gateway import app, dialects, identity
-from tests.gateway.conftest import SECRET, LiveGateway, served, worker, write_model
+from tests.gateway.conftest import SECRET, LiveGateway, restarted_with, served, worker, write_model
 from tests.router.harness import SPEC, token
 from tests.router.test_edge import config_of, eventually, publish
 
@@ -146,6 +146,21 @@ def test_a_daemon_that_is_killed_in_the_middle_only_takes_time(live: LiveGateway
     tokens = [t for part in parts for choice in part["choices"] for t in choice["token_ids"]]
     assert tokens == [token(1, i) for i in range(8)]
     assert live.count("turns") == 1
+
+
+def test_an_episode_of_a_run_that_was_closed_stays_over_when_the_run_opens_again(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        live.generate()
+    live.run.close_run("failed", "its trainer ended")
+    live.daemon.kill()
+    live.daemon.start()
+    with restarted_with(live), worker(live.daemon, "w2"):
+        assert live.post("/inference/v1/generate", BODY).status_code == 410
+        live.generate("another")
+    assert live.daemon.query("SELECT name, state FROM episodes ORDER BY episode_id") == [
+        ("e", "stopped"),
+        ("another", "open"),
+    ]
 
 
 def test_a_gateway_that_begins_anew_answers_from_the_ledger(live: LiveGateway, tmp_path: Path) -> None:

@@ -16,13 +16,22 @@ from scavenger.ledger.maintain import purge
 from scavenger.ledger.read import prompts, reader, tokens
 from scavenger.ledger.read.prompts import TurnPrompt, assemble
 from scavenger.ledger.read.reports import check, report
-from scavenger.protocol.messages import CloseRun, EndEpisode, pack_tokens, unpack_tokens
+from scavenger.protocol.messages import (
+    AskTool,
+    CloseRun,
+    Denied,
+    EndEpisode,
+    ToolState,
+    pack_tokens,
+    unpack_tokens,
+)
+from scavenger.router.core import turns
 from scavenger.router.core.events import JobGone
 from scavenger.router.core.prefixes import BLOCK
 from tests.ledger.examples import written
 from tests.router import harness
-from tests.router.harness import token
-from tests.router.memory_ledger import Ledger
+from tests.router.harness import Bench, token
+from tests.router.memory_ledger import Ledger, StoredLedger
 from tests.router.test_prefixes import GATEWAY, Agent
 
 SYSTEM = [7] * (BLOCK + 20)
@@ -105,6 +114,41 @@ def test_the_view_of_decoded_tokens_has_whole_prompts(request: pytest.FixtureReq
     assert len(found) == 5
     for group_id, prompt in found:
         assert prompt == list(unpack_tokens(played.bench.ledger.prompt(group_id)))
+
+
+@pytest.mark.parametrize("most", [65_536, 2])
+def test_a_run_that_is_opened_again_after_a_restart_begins_no_episode_of_an_old_name(
+    url: str, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Its tools would be asked twice. So many names are kept at most, the newest."""
+    monkeypatch.setattr(turns, "MAX_ENDED_EPISODES", most)
+    bench = Bench()
+    bench.ledger = ledger = StoredLedger(url)
+    bench.open()
+    bench.publish()
+    tool = AskTool("one", "0.ab.0", "mail.send", b"1" * 16)
+    assert bench.call(tool, conn=GATEWAY, attempt=0) == ToolState("new")
+    for name in ("one", "two"):
+        bench.call(EndEpisode(name), conn=GATEWAY, attempt=0)
+    assert bench.call(msgspec.structs.replace(tool, episode="three"), conn=GATEWAY, attempt=0) == ToolState(
+        "new"
+    )
+    bench.call(CloseRun("failed"))
+    bench.restart()
+    bench.open()
+    bench.publish(2)
+    ended = bench.router.core.runs["r"].turns.ended
+    assert list(ended) == ["one", "two", "three"][-most:]
+    for name in ended:
+        denied = bench.call(
+            msgspec.structs.replace(tool, episode=name, asker=b"2" * 16), conn=GATEWAY, attempt=0
+        )
+        assert isinstance(denied, Denied)
+        assert denied.code == "ended"
+    assert bench.call(msgspec.structs.replace(tool, episode="four"), conn=GATEWAY, attempt=0) == ToolState(
+        "new"
+    )
+    ledger.close()
 
 
 def test_an_episode_is_told_turn_by_turn(url: str, played: Agent) -> None:

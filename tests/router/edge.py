@@ -132,13 +132,24 @@ class LiveDaemon:
         async def history(run_id: int, after: int) -> tuple[OpenGroup, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
+        async def ended_episodes(run_id: int, most: int) -> tuple[str, ...]:
+            return await asyncio.to_thread(reader.ended_episodes, writer.engine, run_id, most)
+
         payload_store = PayloadStore(self.payload_bytes)
         router = Router(
             LIMITS, writer.generation, payload_store, writer.granted.timeline, writer.granted.restored
         )
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         self.server = RouterServer(
-            router, writer, self.keyring, pair, time.time, history, payload_store, payloads
+            router,
+            writer,
+            self.keyring,
+            pair,
+            time.time,
+            history,
+            payload_store,
+            payloads,
+            read_ended_episodes=ended_episodes,
         )
         try:
             snapshot = reader.read_snapshot(writer.engine)

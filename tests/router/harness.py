@@ -239,7 +239,8 @@ class Bench:
             () if ask.solved_at is None else self.ledger.pass_rates(ask.run_id, ask.after_step, ask.solved_at)
         )
         taken = self.ledger.taken_deliveries(ask.run_id, ask.after_step)
-        self.handle(HistoryRead(ask.run_id, ask.attempt, history, rates, taken))
+        ended = self.ledger.ended_episodes(ask.run_id, ask.ended_episodes)
+        self.handle(HistoryRead(ask.run_id, ask.attempt, history, rates, taken, ended))
 
     def restart(self) -> None:
         """The daemon dies; another starts from what was committed. Every connection is gone."""

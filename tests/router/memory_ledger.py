@@ -145,6 +145,8 @@ class Ledger:
                 self.delivered[record.group_id] = record.attempt
             case rec.EpisodeBegun(episode_id=episode_id):
                 assert episode_id not in self.episodes
+                names = {e.name for e in self.episodes.values() if e.run_id == record.run_id}
+                assert record.name not in names, "an episode of a name that an earlier one had"
                 self.episodes[episode_id] = rec.EpisodeState(
                     episode_id, record.run_id, record.name, "open", record.at
                 )
@@ -413,6 +415,10 @@ class Ledger:
         mine = (one for _, one in sorted(self.deliveries.items()) if one.run_id == run_id)
         return tuple(one for one in mine if one.state in ends and one.ended_step > after_step)
 
+    def ended_episodes(self, run_id: int, most: int) -> tuple[str, ...]:
+        mine = [e for _, e in sorted(self.episodes.items()) if e.run_id == run_id and e.state != "open"]
+        return tuple(episode.name for episode in mine[len(mine) - min(most, len(mine)) :])
+
     def pass_rates(
         self, run_id: int, until_step: int, solved_at: float
     ) -> tuple[tuple[int, int, int, int], ...]:
@@ -533,6 +539,9 @@ class StoredLedger(Ledger):
 
     def taken_deliveries(self, run_id: int, after_step: int) -> tuple[rec.DeliveryState, ...]:
         return reader.taken_deliveries(self._engine, run_id, after_step, deliveries.MAX_DUE_BYTES)
+
+    def ended_episodes(self, run_id: int, most: int) -> tuple[str, ...]:
+        return reader.ended_episodes(self._engine, run_id, most)
 
     def pass_rates(
         self, run_id: int, until_step: int, solved_at: float

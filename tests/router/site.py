@@ -132,7 +132,8 @@ class Daemon(Bench):
         ask = self.reads.pop(0)
         groups = self.ledger.history(ask.run_id, ask.after_step)
         taken = self.ledger.taken_deliveries(ask.run_id, ask.after_step)
-        self.handle(HistoryRead(ask.run_id, ask.attempt, groups, (), taken))
+        ended = self.ledger.ended_episodes(ask.run_id, ask.ended_episodes)
+        self.handle(HistoryRead(ask.run_id, ask.attempt, groups, (), taken, ended))
 
     def settle(self) -> None:
         while self.writes or self.reads or self.answers:

@@ -486,6 +486,39 @@ def test_a_closed_run_ends_its_episodes() -> None:
     bench.call(CloseRun("finished"))
     assert {e.state for e in bench.ledger.episodes.values()} == {"stopped"}
     assert isinstance(bench.call(ask("b"), conn=GATEWAY, attempt=0), Denied)
+    assert not bench.router.core.runs["r"].turns.ended, "their names are in the ledger alone"
+
+
+def refusal(bench: Bench, body: OpenTurn | EndEpisode) -> str:
+    reply = bench.call(body, conn=GATEWAY, attempt=0)
+    assert isinstance(reply, Denied), reply
+    return reply.code
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_until_a_closed_run_that_opens_again_has_read_which_episodes_ended_none_is_begun(
+    restarts: bool,
+) -> None:
+    bench = opened()
+    for episode in ("e", "f"):
+        turn(bench, ask(episode=episode))
+    bench.call(EndEpisode("e"), conn=GATEWAY, attempt=0)
+    bench.call(CloseRun("failed"))  # which ends `f`
+    if restarts:
+        bench.restart()
+    bench.auto = False
+    bench.open()
+    bench.commit()
+    for body in (ask(episode="e"), ask(episode="g"), EndEpisode("g")):
+        assert refusal(bench, body) == "full", "asked again later"
+    bench.open()  # another attempt, whose question is answered
+    bench.auto = True
+    bench.settle()
+    bench.publish(2)
+    assert [refusal(bench, ask("later", episode=episode)) for episode in ("e", "f")] == ["ended", "ended"]
+    assert turn(bench, ask(episode="g")).number == 1
+    assert bench.call(EndEpisode("f"), conn=GATEWAY, attempt=0) == Ok()
+    assert len(bench.ledger.episodes) == 3
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,21 @@ def test_what_a_run_said_that_has_ended_since_stops_no_other_run() -> None:
     assert bench.ledger.deliveries == {}
 
 
+def test_what_a_run_said_that_is_just_being_opened_again_stops_no_other_run() -> None:
+    bench = opened()
+    played(bench, "e")
+    share = bench.share("e")
+    bench.of("s", CloseRun("failed"))
+    bench.restart()
+    bench.attach_again("r")
+    bench.auto = False
+    bench.begin("s")
+    bench.commit()
+    assert bench.reads, "which of its episodes ended is not known yet"
+    assert bench.deliver(share) == Ok()
+    assert bench.ledger.deliveries == {}
+
+
 def test_nothing_is_sent_before_it_is_durable() -> None:
     bench = opened()
     played(bench, "e")

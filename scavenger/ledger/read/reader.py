@@ -321,6 +321,12 @@ def taken_deliveries(
         return tuple(_struct(r.DeliveryState, row) for row in _ask(connection, "taken_deliveries", **wanted))
 
 
+def ended_episodes(engine: sa.Engine, run_id: int, most: int) -> tuple[str, ...]:
+    """The names of a run's episodes that have ended, of the `most` newest, the newest last."""
+    with reading(engine) as connection:
+        return tuple(str(name) for (name,) in _tuples(connection, "ended_episodes", run_id=run_id, most=most))
+
+
 def pass_rates(
     engine: sa.Engine, run_id: int, until_step: int, solved_at: float
 ) -> tuple[tuple[int, int, int, int], ...]:

@@ -193,6 +193,10 @@ def _check_turns(core: Core, run: ActiveRun) -> None:
     assert run.turns.answer_bytes == answers, (
         f"run {run.id}: {run.turns.answer_bytes} bytes of tools' answers counted, {answers} are kept"
     )
+    assert run.turns.ended_known or not (run.turns.episodes or run.turns.ended), (
+        f"run {run.id} was closed, and has episodes before the names of those that ended are read"
+    )
+    assert len(run.turns.ended) <= turns.MAX_ENDED_EPISODES, f"run {run.id}: too many names of episodes"
     kept = [group for episode in run.turns.episodes.values() for group in episode.turns.values()]
     assert run.turns.groups == len(kept), (
         f"run {run.id}: {run.turns.groups} turns counted, {len(kept)} are kept"

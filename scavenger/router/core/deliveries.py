@@ -145,7 +145,10 @@ def seen_at(core: Core, run: ActiveRun) -> float:
 def deliver(core: Core, run: ActiveRun, body: Deliver) -> ReplyBody:
     """What another run's policy said in episodes of this one is for its trainer."""
     known = core.runs.get(body.policy)
-    if known is not None and known.ended and known.owner_key == run.owner_key:
+    closed = known is not None and (
+        known.ended or not known.turns.ended_known
+    )  # or is just being opened again
+    if known is not None and closed and known.owner_key == run.owner_key:
         core.count("deliveries_to_ended_runs")  # nobody trains them any more, and this run's own step goes on
         return Ok()
     other = other_run(core, run, body.policy)

@@ -110,14 +110,15 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class HistoryRead:
-    """The ledger's answer to `ReadHistory`: groups and deliveries that steps after the resumed checkpoint had consumed, and
-    `RunOpened.pass_rates`."""
+    """The ledger's answer to `ReadHistory`: groups and deliveries that steps after the resumed checkpoint had consumed,
+    `RunOpened.pass_rates`, and the names of episodes that ended, the newest last."""
 
     run_id: int
     attempt: int
     groups: tuple[OpenGroup, ...]
     pass_rates: tuple[tuple[int, int, int, int], ...] = ()
     deliveries: tuple[DeliveryState, ...] = ()
+    ended_episodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +233,15 @@ class Write(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory:
-    """Read what steps after `after_step` consumed, and answer `HistoryRead`. `solved_at`: with the pass rates of those before."""
+    """Read what steps after `after_step` consumed, and answer `HistoryRead`. `solved_at`: with the pass rates of those before.
+    `ended_episodes`: of so many episodes the names, the newest that ended; 0: none are wanted.
+    """
 
     run_id: int
     attempt: int
     after_step: int
     solved_at: float | None = None
+    ended_episodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

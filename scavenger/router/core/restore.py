@@ -126,6 +126,7 @@ def history_read(core: Core, event: HistoryRead) -> None:
     run = next((r for r in core.runs.values() if r.id == event.run_id), None)
     if run is None or run.attempt != event.attempt or run.trainer.opening is None:
         return
+    turns.names_read(run, event.ended_episodes)
     deliveries.taken_back(core, run, event.deliveries)
     for state in _newest_retries(event.groups):
         known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
@@ -271,6 +272,7 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         state.last_step,
     )
     run.trainer.seen_at, run.ended, run.trainer.job_id = core.now, state.ended, state.job_id
+    run.turns.ended_known = not state.ended  # the snapshot has no episodes of it
     for v in state.versions:
         base, merged = manifests.base_of(v.manifest), manifests.merged_of(v.manifest)
         run.weights.versions[v.version] = Version(

@@ -307,7 +307,7 @@ def _open(
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.progress.last_committed = body.resume_step
     deliveries.resumed(run)
-    core.read_history(run, body.solved_at)
+    core.read_history(run, body.solved_at, turns.names_wanted(run))
 
 
 def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:

@@ -472,12 +472,13 @@ class ToolCall:
 class RunTurns:
     """The episodes of a run. `open`: groups of turns with samples that are not done. `peak`, `peak_at`: the most samples that were
     open at once of late, and when (Unix s). `leased`: weight version -> open leases of turns that name it, which `ActiveRun.leased` counts
-    too."""
+    too. `ended`: names of those that ended, the newest last. Those of a run that is closed are in the ledger alone: `ended_known` is false
+    until they are read.
+    """
 
     episodes: dict[str, Episode] = field(default_factory=dict)
-    ended: OrderedDict[str, None] = field(
-        default_factory=OrderedDict
-    )  # names of those that ended, the newest last
+    ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    ended_known: bool = True
     groups: int = 0  # turns in memory
     answer_bytes: int = 0  # of tools' answers in memory
     open: dict[int, Group] = field(default_factory=dict)

@@ -180,8 +180,9 @@ class Core:
         action = Fill(conn, message, (length,)) if length > message.offset else Send(conn, message)
         (self._event_actions if message.finish or message.error is not None else self._sends).append(action)
 
-    def read_history(self, run: ActiveRun, solved_at: float | None) -> None:
-        self._event_actions.append(ReadHistory(run.id, run.attempt, run.progress.resumed_after, solved_at))
+    def read_history(self, run: ActiveRun, solved_at: float | None, ended_episodes: int) -> None:
+        after = run.progress.resumed_after
+        self._event_actions.append(ReadHistory(run.id, run.attempt, after, solved_at, ended_episodes))
 
     def length_accepted(self, sample: Sample) -> None:
         """The sample's accepted length becomes durable with this event's records."""

@@ -13,7 +13,7 @@ Boundary: a gateway's calls, beside a trainer's and a worker's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -63,7 +63,7 @@ MAX_EPISODE_TURNS = 4096
 #: Samples that are not done, of an episode and of a run, and bytes of the prompts that they are generated from.
 MAX_EPISODE_SAMPLES, MAX_OPEN_SAMPLES = 4096, 65_536
 MAX_EPISODE_PROMPT_BYTES, MAX_OPEN_PROMPT_BYTES = 256 << 20, 1 << 30
-#: Names of ended episodes that are kept: their requests are refused, not generated again.
+#: Names of ended episodes that are kept, of a run that is open: their requests are refused, not generated again.
 MAX_ENDED_EPISODES = 65_536
 #: Of a turn: how many of the turns before it are looked at, and how many engines that have something of it.
 MAX_ANCESTORS, MAX_HOLDERS = 64, 4
@@ -84,6 +84,8 @@ def called(
     if isinstance(body, EndEpisode):
         episode = run.turns.episodes.get(body.episode)
         if episode is None and body.episode not in run.turns.ended and not run.ended:
+            if not run.turns.ended_known:
+                return _being_opened(run)
             episode = _begin(
                 core, run, body.episode
             )  # its first turn may still be under way: it must find it ended
@@ -121,9 +123,15 @@ def _over(run: ActiveRun, episode: str) -> Denied | None:
     if run.ended or run.stopped:
         why = f"the run is over: {run.stopped}" if run.stopped else "the run has ended"
         return Denied("invalid", why, run.stop_remedy or "open the run again")
+    if not run.turns.ended_known:
+        return _being_opened(run)
     if episode in run.turns.ended:
         return Denied("ended", f"episode {episode!r} has ended", "begin another episode")
     return None
+
+
+def _being_opened(run: ActiveRun) -> Denied:
+    return Denied("full", f"run {run.name!r} is being opened again", "try again when its trainer has begun")
 
 
 def _too_many_episodes() -> Denied:
@@ -534,6 +542,8 @@ def committed(run: ActiveRun, body: CommitStep) -> bool:
 
 def commit_fault(run: ActiveRun, body: CommitStep, allowed: tuple[str, ...]) -> str:
     """Why a step cannot be taken with its episodes; "" where it can."""
+    if body.episodes and not run.turns.ended_known:
+        return f"step {body.step} names episodes, and the run is closed"
     names = {one.episode for one in body.episodes}
     if len(names) != len(body.episodes):
         return f"step {body.step} names an episode twice"
@@ -665,9 +675,25 @@ def _note_ended(run: ActiveRun, name: str) -> None:
 
 
 def end_all(core: Core, run: ActiveRun, reason: str) -> None:
-    """The run is over, and its episodes with it."""
+    """The run is over, and its episodes with it. Their names stay in the ledger: who opens the run again reads them."""
     for episode in list(run.turns.episodes.values()):
         _end(core, run, episode, "stopped", reason)
+    run.turns.ended.clear()
+    run.turns.ended_known = False
+
+
+def names_wanted(run: ActiveRun) -> int:
+    """Of how many episodes that ended the names are to be read before any is begun."""
+    return 0 if run.turns.ended_known else MAX_ENDED_EPISODES
+
+
+def names_read(run: ActiveRun, ended: Iterable[str]) -> None:
+    """The ledger's names of episodes that ended, the newest last, are here: the run may have new ones."""
+    if run.turns.ended_known:
+        return
+    for name in ended:
+        _note_ended(run, name)
+    run.turns.ended_known = True
 
 
 # ---------------------------------------------------------------- restored

@@ -100,6 +100,7 @@ class RouterServer:
         read_payloads: ReadPayloads,
         read_pass_rates: Callable[[int, int, float], Awaitable[PassRates]] | None = None,
         read_taken: Callable[[int, int], Awaitable[tuple[DeliveryState, ...]]] | None = None,
+        read_ended_episodes: Callable[[int, int], Awaitable[tuple[str, ...]]] | None = None,
     ) -> None:
         assert router.core.payloads is store
         self.router = router
@@ -119,6 +120,7 @@ class RouterServer:
         self._read_history = read_history
         self._read_pass_rates = read_pass_rates
         self._read_taken = read_taken
+        self._read_ended_episodes = read_ended_episodes
         self._context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._drain_due = self._go_due = False
@@ -379,7 +381,16 @@ class RouterServer:
             taken = await patiently(
                 lambda: read_taken(action.run_id, action.after_step), f"deliveries to run {action.run_id}"
             )
-        self.post(HistoryRead(action.run_id, action.attempt, groups, rates, taken))
+        ended: tuple[str, ...] = ()
+        if most := action.ended_episodes:
+            read_ended = self._read_ended_episodes
+            assert read_ended is not None, (
+                f"run {action.run_id} is opened again, and nobody reads its episodes"
+            )
+            ended = await patiently(
+                lambda: read_ended(action.run_id, most), f"ended episodes of run {action.run_id}"
+            )
+        self.post(HistoryRead(action.run_id, action.attempt, groups, rates, taken, ended))
 
     def _history_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
