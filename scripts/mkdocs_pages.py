@@ -50,7 +50,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between both trees lead to the pages' places on the site, and the search puts some pages last."""
+    """Links between both trees lead to the pages' places on the site, and the search puts some pages last. In the list of pages
+    (sitemap.xml) the first one is the folder: Material's switch of versions finds the others from there.
+    """
+    if page.is_homepage and page.canonical_url:
+        page.canonical_url = page.canonical_url.removesuffix("index.html")
     here = page.file.src_uri
     if here.startswith(LAST_FOUND):
         page.meta["search"] = {"boost": LAST_BOOST}
