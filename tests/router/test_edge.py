@@ -14,7 +14,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from scavenger.client import MIN_TIMEOUT_S, Client, Run
+from scavenger.client import Client, Run
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, DaemonUnavailable, Refused, StaleAttempt
 from scavenger.protocol import keys, messages
@@ -94,13 +94,10 @@ def test_a_call_that_nobody_takes_is_not_waited_for(daemon: LiveDaemon) -> None:
     """A refused key's connection may end before the call is said. Which comes first is a race; a socket that was never connected is not."""
     with Client.connect(daemon.state_dir) as client:
         client._drop(linger_ms=0)
-        client._socket = client._made(keys.read_rendezvous(daemon.state_dir))
-        began = time.monotonic()
+        client._socket = deaf = client._made(keys.read_rendezvous(daemon.state_dir))
         run = open_run(client, daemon)
         assert run.attempt == 1
-        assert MIN_TIMEOUT_S <= time.monotonic() - began < 4 * MIN_TIMEOUT_S, (
-            "the silence had it said again on a new connection"
-        )
+        assert client._socket is not deaf, "the silence had it said again on a new connection"
 
 
 def test_the_wrong_server_key_gets_no_connection_either(daemon: LiveDaemon, tmp_path: Path) -> None:
