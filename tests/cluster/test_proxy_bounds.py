@@ -114,8 +114,8 @@ def replying(path: Path, reply: Callable[[socket.socket], object]) -> Iterator[N
 
 
 def drip(to: socket.socket, data: bytes, every_s: float = 0.05) -> None:
-    """For five seconds at most."""
-    for number in range(min(len(data), round(5 / every_s))):
+    """For a minute at most."""
+    for number in range(min(len(data), round(60 / every_s))):
         to.sendall(data[number : number + 1])
         time.sleep(every_s)
 
@@ -175,7 +175,7 @@ def test_a_reply_that_comes_byte_by_byte_holds_the_daemon_no_longer_than_its_com
         began = time.monotonic()
         with pytest.raises(error, match="timed out"):
             line.ask(request_sent, wire.DoneReply)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 30.0, "long before it would all be here"
 
 
 def test_a_request_that_comes_byte_by_byte_keeps_its_room_for_a_bounded_time(
@@ -188,7 +188,7 @@ def test_a_request_that_comes_byte_by_byte_keeps_its_room_for_a_bounded_time(
         began = time.monotonic()
         with contextlib.suppress(OSError):  # it is closed at the other end
             drip(asking, framing.HEADER.pack(4000) + b"x" * 4000)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 30.0, "long before it would all be here"
         reply = framing.receive(asking, wire.answers, 1 << 20, "it", time.monotonic() + 5).reply
         assert isinstance(reply, wire.FailedReply)
         assert "timed out" in reply.cause
