@@ -82,7 +82,7 @@ def test_a_job_that_ignores_term_is_killed_after_killwait(
     started = time.monotonic()
     local_cluster.cancel((stubborn,))
     wait_for("it is gone", lambda: job(local_cluster, stubborn).state is JobState.CANCELLED)
-    assert 5.8 < time.monotonic() - started < 15, "KillWait is 6 s"
+    assert time.monotonic() - started > 5.8, "not before KillWait is over, 6 s"
 
 
 def test_what_a_script_leaves_behind_ends_with_its_job(local_server: LocalServer) -> None:
