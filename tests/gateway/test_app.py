@@ -682,7 +682,7 @@ def test_two_gateways_follow_one_turn(live: LiveGateway, tmp_path: Path) -> None
         asking = [threading.Thread(target=lambda g=g: answers.append(g.generate())) for g in (live, second)]
         for one in asking:
             one.start()
-        time.sleep(0.3)  # both have asked
+        eventually(lambda: all(one.gateway.link.open_turns for one in (live, second)))  # both have asked
         with worker(live.daemon):
             for one in asking:
                 one.join(60)
@@ -697,7 +697,7 @@ def test_a_request_before_the_daemon_is_there_waits_for_it(live: LiveGateway) ->
         found: list[httpx2.Response] = []
         asking = threading.Thread(target=lambda: found.append(live.post("/inference/v1/generate", BODY)))
         asking.start()
-        time.sleep(0.3)
+        eventually(lambda: live.gateway.link.open_turns)
         live.daemon.start()
         asking.join(60)
     assert found[0].status_code == 200
