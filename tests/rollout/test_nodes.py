@@ -253,16 +253,16 @@ def test_sigterm_leaves_the_further_node_until_the_worker_is_gone_but_not_for_ev
         waits = asyncio.create_task(lonely.run())
         await asyncio.sleep(0.2)  # longer than it takes to begin
         lonely._told_to_leave()
-        assert await asyncio.wait_for(waits, 5.0) == EXIT_DRAINED, "nobody needs it: at once"
+        assert await asyncio.wait_for(waits, 20.0) == EXIT_DRAINED, "nobody needs it: at once"
 
     async def beside(stage: Spread) -> None:
-        further = stage.further(leave_s=1.0)
+        further = stage.further(leave_s=5.0)
         running = asyncio.create_task(further.run())
         await stage.ready()
         further._told_to_leave()
         await asyncio.sleep(0.3)  # the worker sends its last tokens meanwhile
         assert not running.done()
-        assert await asyncio.wait_for(running, 5.0) == EXIT_DRAINED
+        assert await asyncio.wait_for(running, 30.0) == EXIT_DRAINED
 
     spread(scene)
     spread(beside)
