@@ -180,6 +180,7 @@ def test_the_end_of_an_answer_waits_for_the_disk(live: LiveGateway) -> None:
         live.daemon.server.committed = waiting.append  # type: ignore[method-assign, assignment]
         asking = threading.Thread(target=lambda: (live.generate(), answered.set()))
         asking.start()
+        eventually(lambda: waiting)
         assert not answered.wait(1.0), "answered before its commit was known"
         live.daemon.server.committed = held  # type: ignore[method-assign]
         live.daemon.loop.call_soon_threadsafe(lambda: held(max(waiting)))
