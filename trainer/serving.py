@@ -41,6 +41,8 @@ def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> t
         if lora.serve == "unmerged":
             raise ConfigError(f"lora.serve = 'unmerged': {impossible}", 'set lora.serve = "merged"')
         return False, f"merged: {impossible}"
+    if lora.serve == "auto" and config.engine.name == "reference":
+        return False, "merged: the reference engine keeps adapters beside their base only where it is told to"
     if lora.serve != "auto":
         return lora.serve == "unmerged", f"{lora.serve}, as it is set"
     model = shape.of_config(json.loads(model_config))
@@ -59,11 +61,9 @@ def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> t
 
 
 def _impossible(config: RunConfig) -> str:
-    if config.engine.name != "vllm":
-        return f"the engine {config.engine.name!r} merges"
     if config.run.nodes_per_engine > 1:
         return "an engine over several nodes merges"
-    if config.lora.rank > MOST_RANK:
+    if config.engine.name == "vllm" and config.lora.rank > MOST_RANK:
         return f"vLLM keeps adapters of rank {MOST_RANK} at most beside their base"
     if config.algorithm.router_replay:
         return "algorithm.router_replay was not tried with adapters beside their base"

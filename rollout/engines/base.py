@@ -194,3 +194,39 @@ class MovesKv(Protocol):
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
         """As `Engine.add`, for a request whose first tokens have these blocks, which were verified."""
         ...
+
+
+@runtime_checkable
+class SharesBatch(Protocol):
+    """What an engine does besides that computes adapters of several runs beside one base, their requests in one batch. A *lane* holds one
+    run's adapters; that of the run whose engine it is has no number here, and its calls are those of `Engine`. No two requests of any lanes
+    have the same handle."""
+
+    def borrowers(self) -> frozenset[int]:
+        """Lanes that hold weights. A load of another base for the run whose engine it is drops them all."""
+        ...
+
+    async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        """Put a version's adapters in the lane, in place of those that it has; its requests are aborted first, those of others go on.
+
+        Raises `EngineError` where they are of another base than the one in place, or do not fit; then the lane holds none.
+        """
+        ...
+
+    async def add_beside(self, lane: int, request: Request) -> None:
+        """As `Engine.add`, for a request of the lane. It waits behind those of the run whose engine it is."""
+        ...
+
+    async def drop(self, lane: int) -> None:
+        """Abort the lane's requests, and overwrite its adapters and what its requests left in the cache."""
+        ...
+
+
+@runtime_checkable
+class Lends(Protocol):
+    """What an engine does besides some of whose slots another run may borrow."""
+
+    def borrow(self, slots: int) -> Engine:
+        """The same engine as the borrower has it, until its `close`: so many requests at once at most, and its own weights. The loan is
+        over when the engine is closed or forgets its run."""
+        ...

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from rollout.engines import merging
+from rollout.engines import lanes, merging
 from rollout.engines.account import Account, Uncounted
 from rollout.engines.base import Kv, Weight
 from rollout.engines.checksum import Sum, checksum, same
@@ -50,6 +50,7 @@ class _Row:
     request: Request
     draws: Draws
     stops: frozenset[int]
+    lane: int = lanes.OWN
     cached: int = 0
     last: int = -1
     made: list[int] = field(default_factory=list)
@@ -125,6 +126,10 @@ class Decoder:
         self._model = build_model(self.config, DTYPES[spec.dtype], device)
         self._recorder = self._new_recorder(spec.routing)
         self._hold_weights()
+        self._lanes = lanes.Lanes(self._model) if spec.adapter_rank else None
+        self._base: list[Weight] | None = None  # that is in place, where adapters are kept beside it
+        self._lane_of: dict[int, int] = {}  # of requests that wait, by handle; none: the run's own
+        self._others = set[int]()  # lanes of other runs that hold weights
         self._cache = self._new_cache()
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
@@ -169,14 +174,83 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, tensors: Iterable[Weight], *, summed: bool = False) -> dict[str, Sum]:
-        """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then.
+        """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then. Adapters that are kept
+        beside their base (`EngineSpec.adapter_rank`) are put in their lane, and the base is written where another one is there.
 
         `summed`: returns the checksum of each as it was given, once the model was read back and holds just that; else nothing.
         """
         self.loaded, self._held = False, {}
+        if self._lanes is None:
+            self.clear()
+            return self._load_whole(tensors, summed=summed)
+        base, adapters = merging.apart(list(tensors))
+        given: dict[str, Sum] = {}
+        self._clear_lane(lanes.OWN)
+        if not (self._base is not None and merging.same_memory(self._base, base)):
+            if summed or not (self._others and self._holds(base)):
+                self._drop_others()  # they are computed with the base that is about to go
+                self._base = None  # until it is there whole
+                given = self._load_whole(base, summed=summed)
+            self._base = base
+        self._lanes.put(lanes.OWN, adapters)
+        self.loaded, self._held = True, self._sums() if self._sleeps else {}
+        return {} if adapters else given
+
+    @torch.inference_mode()
+    def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        """Put another run's adapters in a lane. Raises `EngineError` where they are of another base than the one in place, or do not fit:
+        then the lane has none. Nothing of other lanes changes."""
+        self.drop_lane(lane)
+        base, adapters = merging.apart(list(tensors))
+        if self._lanes is None or self._base is None or not self._holds(base):
+            raise EngineError(
+                "the run that borrows slots has another base than the run whose engine this is",
+                "only runs of one base model share an engine",
+            )
+        self._lanes.put(lane, adapters)
+        self._others.add(lane)
+
+    @torch.inference_mode()
+    def drop_lane(self, lane: int) -> None:
+        """Forget a lane's requests and adapters; what they left is overwritten."""
+        self._clear_lane(lane)
+        self._others.discard(lane)
+        if self._lanes is not None:
+            self._lanes.drop(lane)
+
+    @property
+    def borrowers(self) -> frozenset[int]:
+        """Lanes of other runs that hold weights."""
+        return frozenset(self._others)
+
+    def _drop_others(self) -> None:
+        for lane in sorted(self._others):
+            self.drop_lane(lane)
+
+    def _clear_lane(self, lane: int) -> None:
+        self._waiting = [one for one in self._waiting if self._lane(one) != lane]
+        self._lane_of = {handle: of for handle, of in self._lane_of.items() if of != lane}
+        self._release([i for i, row in enumerate(self._rows) if row.lane == lane])
+
+    def _lane(self, request: Request) -> int:
+        return self._lane_of.get(request.handle, lanes.OWN)
+
+    def _holds(self, base: Iterable[Weight]) -> bool:
+        """Whether just these weights are in place."""
+        state: dict[str, Tensor] = self._model.state_dict()
+        seen = set()
+        for view in base:
+            target = state.get(view.name)
+            if target is None or tuple(target.shape) != view.shape or view.dtype not in STORED:
+                return False
+            if not torch.equal(target, merging.on(view, self._device).to(target)):
+                return False
+            seen.add(target.data_ptr())
+        return seen == {tensor.data_ptr() for tensor in state.values()}
+
+    def _load_whole(self, tensors: Iterable[Weight], *, summed: bool) -> dict[str, Sum]:
         given: dict[str, Sum] = {}
         due: dict[str, Sum] = {}  # of the model's own tensors
-        self.clear()
         state: dict[str, Tensor] = self._model.state_dict()
         aliases: dict[int, list[str]] = defaultdict(list)
         for name, tensor in state.items():
@@ -229,7 +303,7 @@ class Decoder:
         if self._speculator is not None:
             for row in self._rows:
                 self._speculator.leave(row.request.handle)
-        self._rows, self._waiting, self._with_kv = [], [], {}
+        self._rows, self._waiting, self._with_kv, self._lane_of = [], [], {}, {}
         self._cache = self._new_cache()
 
     @torch.inference_mode()
@@ -241,6 +315,10 @@ class Decoder:
         self._speculator = self._new_speculator()
         if self._recorder is not None:
             self._recorder.forget()
+        self._base = None
+        self._others.clear()
+        if self._lanes is not None:
+            self._lanes.drop_all()
         for tensor in self._model.state_dict().values():
             tensor.zero_()
 
@@ -254,10 +332,15 @@ class Decoder:
     def offload(self) -> None:
         """Give the device's memory back; the weights wait in host memory."""
         self.clear()
-        self._model.to("cpu")
+        self._move_to("cpu")
         self._gpu.hold(WEIGHTS, 0)
         if self._device == "cuda":
             torch.cuda.empty_cache()  # torch keeps what it frees, and no other process could have it
+
+    def _move_to(self, device: str) -> None:
+        self._model.to(device)
+        if self._lanes is not None:
+            self._lanes.move_to(device)
 
     def bytes_held(self) -> int:
         """Of the GPU's memory, what torch keeps for reuse counted in; on a CPU what the account says, else 0."""
@@ -266,7 +349,7 @@ class Decoder:
     def restore(self) -> None:
         """Take the memory again. Raises `WeightsDiffer` unless the weights are what they were when they were loaded."""
         self._hold_weights()
-        self._model.to(self._device)
+        self._move_to(self._device)
         if self._held and not same(self._sums(), self._held):
             cause = "the weights did not come out of sleep as they went into it"
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
@@ -315,6 +398,7 @@ class Decoder:
                 request,
                 Draws(request.seed, request.key),
                 frozenset(request.sampling.stop_token_ids),
+                self._lane_of.pop(request.handle, lanes.OWN),
                 len(kv.tokens),
                 text[-1],
             )
@@ -328,15 +412,21 @@ class Decoder:
         cancelled: Sequence[int],
         heard: Sequence[HearSiblings] = (),
         with_kv: Mapping[int, Kv] = MappingProxyType({}),
+        lane_of: Mapping[int, int] = MappingProxyType({}),
     ) -> list[Delta]:
         """One iteration: release `cancelled`, give free slots to waiting requests, one new token for every running one. `heard`: what
-        siblings said elsewhere, for drafts. `with_kv`: by handle, verified entries of requests that join."""
+        siblings said elsewhere, for drafts. `with_kv`: by handle, verified entries of requests that join. `lane_of`: by handle, the lane of
+        those that join and are another run's; they wait behind the run's own."""
         self._hear(heard)
         gone = set(cancelled)
+        self._lane_of.update(lane_of)
         self._waiting = [r for r in (*self._waiting, *joining) if r.handle not in gone]
+        if self._lane_of:
+            self._waiting.sort(key=lambda one: self._lane(one) != lanes.OWN)
         self._with_kv.update(with_kv)
         for handle in gone:
             self._with_kv.pop(handle, None)
+            self._lane_of.pop(handle, None)
         self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
         self._admit_with_kv()
         running = len(self._rows)
@@ -380,7 +470,7 @@ class Decoder:
         span = min(max(row.cached for row in rows) + width, self._context_length)
         self._cache.decode(places, span)
         mask = (torch.arange(span, device=self._device)[None, None, :] <= places[:, :, None])[:, None]
-        logits = self._forward(padded, places, mask, width)
+        logits = self._forward(rows, padded, places, mask, width)
         found = self._sample(logits, 0, drafts)
         if speculator is not None:
             speculator.passed(len(rows) * width, self._clock() - began)
@@ -400,6 +490,7 @@ class Decoder:
                     self._waiting.pop(0),
                     Draws(request.seed, request.key),
                     frozenset(request.sampling.stop_token_ids),
+                    self._lane_of.pop(request.handle, lanes.OWN),
                 )
             )
             width = max(width, length)
@@ -413,7 +504,7 @@ class Decoder:
         seen = (steps[None, None, :] >= pads[:, None, None]) & (steps[None, :, None] >= steps[None, None, :])
         mask = (seen | (steps[None, :, None] == steps[None, None, :]))[:, None]
         self._cache.prefill(first, [len(text) for text in texts])
-        logits = self._forward(ids, (steps[None, :] - pads[:, None]).clamp(min=0), mask)
+        logits = self._forward(batch, ids, (steps[None, :] - pads[:, None]).clamp(min=0), mask)
         for row, text in zip(batch, texts, strict=True):
             row.cached = len(text) - 1  # the token that is drawn counts the other one
         self._rows += batch
@@ -428,8 +519,12 @@ class Decoder:
             name = group_of(asked.key, asked.prompt)
             self._speculator.enter(asked.handle, name, asked.key.index, asked.prompt, asked.accepted)
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, last: int = 1) -> Tensor:
-        """Logits `[n, last, vocab]` of so many last positions."""
+    def _forward(
+        self, rows: Sequence[_Row], ids: Tensor, positions: Tensor, mask: Tensor, last: int = 1
+    ) -> Tensor:
+        """Logits `[n, last, vocab]` of so many last positions of these rows."""
+        if self._lanes is not None:
+            self._lanes.announce([row.lane for row in rows])
         output = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -516,7 +611,13 @@ class Decoder:
             last = len(self._rows) - 1
             if self._speculator is not None:
                 self._speculator.leave(self._rows[index].request.handle)
+            # Nothing of another run stays for whoever has the slot next.
+            foreign = {self._rows[index].lane, self._rows[last].lane} != {lanes.OWN}
+            if foreign:
+                self._cache.wipe(index)
             if index < last:
                 self._cache.move(last, index, self._rows[last].cached)
+                if foreign:
+                    self._cache.wipe(last)
                 self._rows[index] = self._rows[last]
             self._rows.pop()

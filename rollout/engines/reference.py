@@ -30,6 +30,7 @@ import torch
 from rollout.engines import account, checksum
 from rollout.engines.base import EngineHost, EngineInfo, Kv, Weight, refuse_impossible
 from rollout.engines.decoder import DTYPES, Decoder
+from rollout.engines.lanes import OWN
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
 from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
@@ -69,7 +70,7 @@ class ReferenceEngine:
         self._executor = executor
         self._beat_s = 1.0 / spec.pace if spec.pace > 0 else 0.0
         self._next_beat = 0.0
-        self._live: set[int] = set()
+        self._live: dict[int, int] = {}  # handle -> its lane
         self._joining: list[Request] = []
         self._joining_kv: dict[int, Kv] = {}
         self._cancelled: list[int] = []
@@ -93,17 +94,36 @@ class ReferenceEngine:
         )
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
-        self._forget_all()
+        self._forget_lane(OWN)
         self._usable = False
         sums = await self._compute(self._decoder.load, tensors, summed=summed)
         self._usable = True
-        return checksum.digest(sums) if summed else b""
+        return checksum.digest(sums) if sums else b""
+
+    def borrowers(self) -> frozenset[int]:
+        return self._decoder.borrowers
+
+    async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        self._forget_lane(lane)
+        await self._compute(self._decoder.load_beside, lane, tensors)
+
+    async def add_beside(self, lane: int, request: Request) -> None:
+        if lane not in self._decoder.borrowers or self._asleep:
+            raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
+        self._join(request, lane)
+
+    async def drop(self, lane: int) -> None:
+        self._forget_lane(lane)
+        await self._compute(self._decoder.drop_lane, lane)
 
     async def add(self, request: Request) -> None:
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
+        self._join(request, OWN)
+
+    def _join(self, request: Request, lane: int) -> None:
         refuse_impossible(request, self._spec.context_length, self._decoder.vocab_size)
-        self._live.add(request.handle)
+        self._live[request.handle] = lane
         self._joining.append(request)
         self._work.set()
 
@@ -127,8 +147,7 @@ class ReferenceEngine:
         self._joining_kv[request.handle] = kv
 
     async def abort(self, handles: Iterable[int]) -> None:
-        gone = self._live.intersection(handles)
-        self._live -= gone
+        gone = [handle for handle in set(handles) if self._live.pop(handle, None) is not None]
         self._joining = [r for r in self._joining if r.handle not in gone]
         self._cancelled += gone
         if not self._live:
@@ -146,10 +165,17 @@ class ReferenceEngine:
             cancelled, self._cancelled = self._cancelled, []
             heard, self._heard = self._heard, []
             with_kv, self._joining_kv = self._joining_kv, {}
-            deltas = await self._compute(self._decoder.step, joining, cancelled, heard, with_kv)
+            lanes = {
+                one.handle: self._live[one.handle]
+                for one in joining
+                if self._live.get(one.handle, OWN) != OWN
+            }
+            deltas = await self._compute(self._decoder.step, joining, cancelled, heard, with_kv, lanes)
             self._iterations += 1
             fresh = [d for d in deltas if d.handle in self._live]
-            self._live.difference_update(d.handle for d in fresh if d.finish or d.error)
+            for delta in fresh:
+                if delta.finish or delta.error:
+                    del self._live[delta.handle]
             if not self._live:
                 self._work.clear()
             if fresh:
@@ -195,6 +221,16 @@ class ReferenceEngine:
         self._joining.clear()
         self._joining_kv.clear()
         self._work.clear()
+
+    def _forget_lane(self, lane: int) -> None:
+        gone = {handle for handle, of in self._live.items() if of == lane}
+        self._live = {handle: of for handle, of in self._live.items() if of != lane}
+        self._joining = [request for request in self._joining if request.handle not in gone]
+        self._cancelled += gone
+        for handle in gone:
+            self._joining_kv.pop(handle, None)
+        if not self._live:
+            self._work.clear()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run in the engine's thread. What torch or transformers raise there, whatever it is, means that the engine cannot go on."""

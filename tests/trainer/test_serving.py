@@ -62,6 +62,12 @@ def test_the_prediction_decides_unless_it_is_set() -> None:
     )
 
 
+def test_the_reference_engine_keeps_adapters_beside_their_base_where_it_is_told_to() -> None:
+    said = "merged: the reference engine keeps adapters beside their base only where it is told to"
+    assert adapters_beside_base(run("reference"), EIGHT, "cpu") == (False, said)
+    assert adapters_beside_base(run("reference", serve="unmerged"), EIGHT, "cpu")[0]
+
+
 def test_a_run_that_trains_all_weights_has_nothing_to_choose() -> None:
     assert adapters_beside_base(run(rank=0, serve="unmerged"), EIGHT, "cuda") == (False, "")
 
@@ -69,7 +75,6 @@ def test_a_run_that_trains_all_weights_has_nothing_to_choose() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"engine": "reference"}, "the engine 'reference' merges"),
         ({"rank": 1024}, "vLLM keeps adapters of rank 512 at most beside their base"),
         (
             {"algorithm": {"router_replay": True}, "eager": True},

@@ -53,7 +53,8 @@ def test_adapters_and_their_base_are_among_the_checks(run: Path) -> None:
     change(run, "rank = 0  ", 'targets = ["q_proj", "down_proj"]\nrank = 4')
     findings = {finding.what: finding for finding in check.check(run, NO_GPU)}
     assert findings["adapters"].note == (
-        "rank 4 beside 4 layers; served by engines on GPUs merged: the engine 'reference' merges"
+        "rank 4 beside 4 layers; served by engines on GPUs merged: "
+        "the reference engine keeps adapters beside their base only where it is told to"
     )
     assert "on a base of 0 MiB" in findings["weights"].note
     assert not any(finding.problem for finding in findings.values())
