@@ -6,8 +6,9 @@ import importlib
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from rollout.engines import shared
 from rollout.engines.base import Engine, EngineHost, MovesKv
-from rollout.engines.stopping import Stopping, StoppingMover
+from rollout.engines.stopping import Stopping, StoppingLender, StoppingMover
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec
 
@@ -27,6 +28,9 @@ def with_stops(bare: Build) -> Build:
 
     async def build(spec: EngineSpec, host: EngineHost) -> Engine:
         engine = await bare(spec, host)
+        if spec.shareable and shared.can_share(engine):
+            lender = shared.SharedBatch(engine).lender
+            return StoppingLender(lender, lender)
         return StoppingMover(engine, engine) if isinstance(engine, MovesKv) else Stopping(engine)
 
     return build

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollout.engines import tokenizer_trial
-from rollout.engines.base import Engine, EngineInfo, Kv, MovesKv, Weight
+from rollout.engines.base import Engine, EngineInfo, Kv, Lends, MovesKv, Weight
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.weights import files
@@ -284,3 +284,14 @@ class StoppingMover(Stopping):
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
         with self._matched(request):
             await self._moves.add_with_kv(request, kv)
+
+
+class StoppingLender(Stopping):
+    """The same around an engine that lends slots (`base.Lends`). A borrower's samples end by the borrower's own texts and tokenizer."""
+
+    def __init__(self, engine: Engine, lends: Lends) -> None:
+        super().__init__(engine)
+        self._lends = lends
+
+    def borrow(self, slots: int) -> Engine:
+        return Stopping(self._lends.borrow(slots))

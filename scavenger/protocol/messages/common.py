@@ -15,6 +15,8 @@ from scavenger.protocol.engine_options import MAX_CHARS
 PROTOCOL = 5
 #: So begins the intent of a key that was made for an engine beside an inference service (`scavenger keys guest`).
 GUEST_INTENT = "guest-"
+#: So go on those of engines in slots that another run's engine lends: behind it the intent of that engine's job.
+LENT_INTENT = f"{GUEST_INTENT}lent-"
 #: Bytes of expert routing that a token may have (`protocol.routing`).
 MAX_ROUTING = 4096
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -119,6 +121,13 @@ class EngineSpec(MessagePart, frozen=True):
     )
     #: Digest of the tokens by their ids, of runs that share episodes: one's tokens are the other's prompts. "" = not known.
     vocabulary: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    @property
+    def shareable(self) -> bool:
+        """Whether samples of another run may be in one batch with this run's: adapters lie beside their base, and nothing that one sample
+        left is found by another."""
+        finds = self.speculation != "none" or self.move_kv or self.keep_cache or bool(self.routing)
+        return self.adapter_rank > 0 and not finds
 
 
 class WeightSource(MessagePart, frozen=True):

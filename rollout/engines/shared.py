@@ -1,0 +1,318 @@
+r"""One engine, several runs: the run whose engine it is lends slots, and each run has an `Engine` of its own around the common batch.
+
+    LenderFace  --load, add--> lane 0 \                                   / its own deltas, by its own handles
+                                       > SharesBatch, one batch <next()--
+    BorrowerFace --load, add--> lane n /                                  \ its own deltas, by its own handles
+
+Owns who gets which delta: each request has a number of its own in the engine, and a delta goes to the face that made that number. One
+task waits for the engine; it asks for tokens only while a face does. A face that does not fetch its tokens holds up nobody: what waits is
+bounded by its slots. Whatever one borrower does (a version that does not fit, a face that is closed) ends that one alone; what ends the
+engine ends all. Knows no socket and no daemon.
+
+Boundary: between one engine and the workers of several runs in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol, TypeGuard
+
+import structlog
+
+from rollout.engines.base import Engine, EngineInfo, SharesBatch, Weight
+from scavenger.errors import EngineError, describe
+from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, HearSiblings, Request, Speculated
+
+_log = structlog.get_logger(__name__)
+_OVER = "the slots that were lent are taken back"
+_BASE = "the run whose engine this is holds another base now"
+
+
+class SharedEngine(Engine, SharesBatch, Protocol):
+    """What can be shared."""
+
+
+def can_share(engine: Engine) -> TypeGuard[SharedEngine]:
+    return isinstance(engine, SharesBatch)
+
+
+@dataclass(slots=True)
+class _Face:
+    """What of the common batch is one run's."""
+
+    lane: int
+    ready: list[Delta]
+    fresh: asyncio.Event
+    live: dict[int, int]  # its handle -> the engine's number
+    fault: EngineError | None = None
+    loaded: bool = False  # of a borrower: its weights were put in place
+
+    async def next(self) -> list[Delta]:
+        while True:
+            if self.fault is not None:
+                raise self.fault
+            if self.ready:
+                ready, self.ready = self.ready, []
+                return ready
+            self.fresh.clear()
+            await self.fresh.wait()
+
+    def fail(self, error: EngineError) -> None:
+        self.fault = self.fault or error
+        self.fresh.set()
+
+
+class SharedBatch:
+    """The common batch. `lender` is the engine of the run whose engine it is; `borrow` gives another run's."""
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self.engine = engine
+        self._numbers = count()
+        self._lanes = count(1)
+        self._of: dict[
+            int, tuple[_Face, int]
+        ] = {}  # the engine's number -> whose it is, and its handle there
+        self._faces: dict[int, _Face] = {}
+        self._asking = 0  # faces that wait for tokens
+        self._asked = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+        self.lender = LenderFace(self, self.new_face(0))
+
+    def new_face(self, lane: int | None = None) -> _Face:
+        face = _Face(next(self._lanes) if lane is None else lane, [], asyncio.Event(), {})
+        self._faces[face.lane] = face
+        return face
+
+    def borrow(self, slots: int) -> BorrowerFace:
+        return BorrowerFace(self, self.new_face(), slots)
+
+    def number(self, face: _Face, request: Request) -> Request:
+        """The request as the engine knows it."""
+        number = next(self._numbers)
+        face.live[request.handle] = number
+        self._of[number] = face, request.handle
+        return replace(request, handle=number)
+
+    def unknown(self, face: _Face, handle: int) -> None:
+        """The engine did not take it, or it is over."""
+        if (number := face.live.pop(handle, None)) is not None:
+            self._of.pop(number, None)
+
+    async def abort(self, face: _Face, handles: Iterable[int]) -> None:
+        gone = set(handles)
+        numbers = [face.live[handle] for handle in gone if handle in face.live]
+        for handle in gone:
+            self.unknown(face, handle)
+        face.ready = [delta for delta in face.ready if delta.handle not in gone]
+        await self.engine.abort(numbers)
+
+    def abandon(self, face: _Face) -> None:
+        """All of its requests are over: the engine drops them by itself."""
+        for handle in list(face.live):
+            self.unknown(face, handle)
+        face.ready.clear()
+
+    async def next(self, face: _Face) -> list[Delta]:
+        self._asking += 1
+        self._asked.set()
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._deliver())
+            self._pump.add_done_callback(self._ended)
+        try:
+            return await face.next()
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._asked.clear()
+
+    async def _deliver(self) -> None:
+        while True:
+            await self._asked.wait()
+            for delta in await self.engine.next():
+                self._give(delta)
+
+    def _ended(self, pump: asyncio.Task[None]) -> None:
+        error = None if pump.cancelled() else pump.exception()
+        if error is None:
+            return
+        if not isinstance(error, EngineError):  # a bug, ours or a library's: it keeps its traceback
+            _log.error("engine.failed", exc_info=error)
+            error = EngineError(f"the engine failed: {describe(error)}", quoted=str(error))
+        self.fail(error)
+
+    def _give(self, delta: Delta) -> None:
+        if (whose := self._of.get(delta.handle)) is None:
+            return
+        face, handle = whose
+        if delta.finish or delta.error:
+            self.unknown(face, handle)
+        face.ready.append(replace(delta, handle=handle))
+        face.fresh.set()
+
+    def fail(self, error: EngineError) -> None:
+        """The engine died: all of its runs are told."""
+        for face in self._faces.values():
+            face.fail(error)
+
+    def drop_lost(self) -> None:
+        """The lender's load may have dropped borrowers' weights."""
+        kept = self.engine.borrowers()
+        for lane, face in self._faces.items():
+            if face.loaded and lane not in kept:
+                self.abandon(face)
+                face.fail(EngineError(_BASE))
+
+    async def end(self, face: _Face) -> None:
+        """The loan is over: nothing of it stays in the engine."""
+        if self._faces.pop(face.lane, None) is None:
+            return
+        self.abandon(face)
+        face.fail(EngineError(_OVER))
+        await self.engine.drop(face.lane)
+
+    async def end_loans(self) -> None:
+        for face in [face for lane, face in self._faces.items() if lane]:
+            await self.end(face)
+
+    async def stop(self) -> None:
+        """Ask the engine for no more tokens."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait((self._pump,))
+            self._pump = None
+
+
+class LenderFace:
+    """`base.Engine` of the run whose engine it is, as it would be without borrowers."""
+
+    def __init__(self, batch: SharedBatch, face: _Face) -> None:
+        self._batch, self._face, self._engine = batch, face, batch.engine
+
+    def borrow(self, slots: int) -> Engine:
+        return self._batch.borrow(slots)
+
+    def info(self) -> EngineInfo:
+        return self._engine.info()
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        self._batch.abandon(self._face)
+        try:
+            return await self._engine.load(version, tensors, summed=summed)
+        finally:
+            self._batch.drop_lost()
+
+    async def add(self, request: Request) -> None:
+        try:
+            await self._engine.add(self._batch.number(self._face, request))
+        except BaseException:
+            self._batch.unknown(self._face, request.handle)
+            raise
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        await self._batch.abort(self._face, handles)
+
+    async def next(self) -> list[Delta]:
+        return await self._batch.next(self._face)
+
+    async def sleep(self) -> None:
+        await self._batch.end_loans()
+        self._batch.abandon(self._face)
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    async def bytes_held(self) -> Sequence[int]:
+        return await self._engine.bytes_held()
+
+    def progress(self) -> int:
+        return self._engine.progress()
+
+    def speculated(self) -> Speculated:
+        return self._engine.speculated()
+
+    async def hear(self, news: HearSiblings) -> None:
+        await self._engine.hear(news)
+
+    async def forget(self, run: str) -> None:
+        await self._batch.stop()
+        await self._batch.end_loans()
+        self._batch.abandon(self._face)
+        await self._engine.forget(run)
+
+    async def close(self) -> None:
+        await self._batch.stop()
+        self._batch.fail(EngineError("the engine is closed"))
+        await self._engine.close()
+
+
+class BorrowerFace:
+    """`base.Engine` of a run that borrows slots."""
+
+    def __init__(self, batch: SharedBatch, face: _Face, slots: int) -> None:
+        self._batch, self._face, self._engine, self._slots = batch, face, batch.engine, slots
+
+    def info(self) -> EngineInfo:
+        whole = self._engine.info()
+        slots = min(self._slots, whole.max_batch)
+        cache, best = whole.cache_tokens * slots // whole.max_batch, min(whole.best_batch, slots)
+        return replace(whole, max_batch=slots, cache_tokens=cache, best_batch=best, device="")
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        if summed:
+            raise EngineError(
+                "nothing is merged in an engine that several runs share", 'set lora.serve = "unmerged"'
+            )
+        self._refuse_over()
+        self._batch.abandon(self._face)
+        self._face.loaded = False
+        await self._engine.load_beside(self._face.lane, tensors)
+        self._face.loaded = True
+        return b""
+
+    async def add(self, request: Request) -> None:
+        self._refuse_over()
+        if len(self._face.live) >= self._slots:
+            raise EngineError(f"{self._slots} slots are lent, and each holds a sample")
+        try:
+            await self._engine.add_beside(self._face.lane, self._batch.number(self._face, request))
+        except BaseException:
+            self._batch.unknown(self._face, request.handle)
+            raise
+
+    def _refuse_over(self) -> None:
+        if self._face.fault is not None:
+            raise self._face.fault
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        await self._batch.abort(self._face, handles)
+
+    async def next(self) -> list[Delta]:
+        return await self._batch.next(self._face)
+
+    async def sleep(self) -> None:
+        raise EngineError("whoever borrows slots does not put the engine to sleep")
+
+    async def wake(self) -> None:
+        raise EngineError("whoever borrows slots does not wake the engine")
+
+    async def bytes_held(self) -> Sequence[int]:
+        return await self._engine.bytes_held()
+
+    def progress(self) -> int:
+        return self._engine.progress()
+
+    def speculated(self) -> Speculated:
+        return NOT_SPECULATED
+
+    async def hear(self, news: HearSiblings) -> None:
+        """What siblings say elsewhere is no draft here: an engine that drafts is not shared."""
+
+    async def forget(self, run: str) -> None:
+        raise EngineError(f"whoever borrows slots does not change hands to run {run}")
+
+    async def close(self) -> None:
+        await self._batch.end(self._face)

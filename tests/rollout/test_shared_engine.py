@@ -1,0 +1,320 @@
+"""One engine whose batch holds samples of several runs: each has the tokens that it has alone, and nothing of another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from rollout.engines.base import Engine, EngineHost, Lends
+from rollout.engines.registry import with_stops
+from scavenger.errors import EngineError
+from scavenger.protocol.messages import Sampling
+from scavenger.protocol.worker.events import Delta, Request
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+pytest.importorskip("peft", reason="the adapters need the [lora] extra")
+kinds = pytest.importorskip("tests.rollout.kinds")
+from rollout.engines import reference, shared  # noqa: E402  needs torch, as all that follows
+from rollout.engines.reference import ReferenceEngine  # noqa: E402
+from tests.rollout.test_adapters_unmerged import Pulled  # noqa: E402
+from tests.rollout.test_engine_adapters import LORA  # noqa: E402
+from tests.rollout.test_engine_contract import RANDOM, finish, request, same  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
+KIND = kinds.Reference()
+SPEC = msgspec.structs.replace(KIND.spec(), adapter_rank=LORA.rank)
+LONG = Sampling(max_tokens=100)
+
+
+class Run:
+    """A run that trains adapters beside the base that all have."""
+
+    def __init__(self, seed: int) -> None:
+        self.trained = Pulled(KIND)
+        self.trained.step(seed)
+        self.version = self.trained.version(2)
+
+    def next(self, seed: int) -> list[Any]:
+        self.trained.step(seed)
+        return self.trained.version(3)
+
+
+class Shared:
+    """An engine that lends slots, and what is in it."""
+
+    def __init__(self) -> None:
+        self.raw: ReferenceEngine
+
+    async def start(self) -> Engine:
+        async def build(spec: Any, host: EngineHost) -> Engine:
+            self.raw = await reference.build(spec, host)
+            return self.raw
+
+        return await with_stops(build)(SPEC, EngineHost("hers"))
+
+    def running(self) -> dict[int, int]:
+        """Requests in the batch, by lane."""
+        found: dict[int, int] = {}
+        for row in self.raw._decoder._rows:
+            found[row.lane] = found.get(row.lane, 0) + 1
+        return found
+
+
+def borrowed(engine: Engine, slots: int = 4) -> Engine:
+    assert isinstance(engine, Lends)
+    return engine.borrow(slots)
+
+
+def play(scene: Callable[[Shared, Engine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        stage = Shared()
+        engine = await stage.start()
+        try:
+            await scene(stage, engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120.0))
+
+
+async def alone(version: list[Any], *requests: Request) -> dict[int, Delta]:
+    """What a run has of an engine of its own."""
+    engine = await KIND.start(SPEC)
+    await engine.load(2, version)
+    found = await finish(engine, *requests)
+    await engine.close()
+    return found
+
+
+def some(sampling: Sampling = RANDOM, n: int = 4) -> list[Request]:
+    return [request(handle, sampling) for handle in range(n)]
+
+
+def test_samples_of_two_runs_in_one_batch_are_those_that_each_has_alone() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        together: list[dict[int, int]] = []
+        step = stage.raw._decoder.step
+
+        def watched(*given: Any) -> list[Delta]:
+            found = step(*given)
+            together.append(stage.running())
+            return found
+
+        stage.raw._decoder.step = watched  # type: ignore[assignment,method-assign]
+        mine, theirs = await asyncio.gather(finish(engine, *some()), finish(guest, *some()))
+        assert {0: 4, 1: 4} in together, "all of them in one batch"
+        same(KIND, mine, await alone(hers.version, *some()))
+        same(KIND, theirs, await alone(his.version, *some()))
+        assert {d.token_ids for d in mine.values()}.isdisjoint({d.token_ids for d in theirs.values()})
+
+    play(scene)
+
+
+def test_adapters_beside_their_base_make_the_tokens_of_merged_ones() -> None:
+    hers = Run(1)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        merging_engine = await KIND.start(KIND.spec())
+        await merging_engine.load(2, hers.version)
+        one, other = await finish(engine, *some()), await finish(merging_engine, *some())
+        assert {h: d.token_ids for h, d in one.items()} == {h: d.token_ids for h, d in other.items()}
+        for handle, delta in one.items():
+            assert delta.logprobs == pytest.approx(other[handle].logprobs, abs=1e-3)
+        await merging_engine.close()
+
+    play(scene)
+
+
+def test_a_load_of_one_run_disturbs_no_sample_of_the_other() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        going = asyncio.create_task(finish(engine, *some(LONG)))
+        await until_one_runs(stage)
+        newer = his.next(5)
+        await guest.load(3, newer)
+        same(KIND, await going, await alone(hers.version, *some(LONG)))
+        going = asyncio.create_task(finish(guest, *some(LONG)))
+        await until_one_runs(stage)
+        await engine.load(3, hers.next(6))
+        same(KIND, await going, await alone(newer, *some(LONG)))
+
+    async def until_one_runs(stage: Shared) -> None:
+        while not stage.running():
+            await asyncio.sleep(0)
+
+    play(scene)
+
+
+def test_nothing_of_a_borrower_is_left_when_its_loan_is_over_and_the_lender_goes_on() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        decoder = stage.raw._decoder
+        assert decoder._lanes is not None
+        held = [
+            one for beside in decoder._lanes._beside.values() for lane, one in beside.items() if lane == 1
+        ]
+        assert held
+        for one in some(LONG):
+            await guest.add(one)
+        going = asyncio.create_task(finish(engine, *some(LONG, 3)))
+        while stage.running() != {0: 3, 1: 4}:
+            await asyncio.sleep(0)
+        await guest.close()
+        same(KIND, await going, await alone(hers.version, *some(LONG, 3)))
+        assert decoder._lanes.lanes() == [0]
+        assert not any(one.down.any() or one.up.any() for one in held), "its adapters are overwritten"
+        for store in (*decoder._cache._keys, *decoder._cache._values):
+            assert not store[3:].any(), "what its samples left in the cache is overwritten"
+        with pytest.raises(EngineError, match="taken back"):
+            await guest.add(request(9))
+        with pytest.raises(EngineError, match="taken back"):
+            await guest.next()
+
+    play(scene)
+
+
+def test_a_borrower_of_another_base_is_refused_and_the_lender_goes_on() -> None:
+    hers, his = Run(1), Run(2)
+    with torch.no_grad():
+        first = next(iter(his.trained.model.parameters()))
+        first.add_(1.0)
+    changed = bytearray(his.trained.blob)
+    changed[3] ^= 1
+    his.trained.memory.view[:] = changed
+    other = his.trained.version(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        with pytest.raises(EngineError, match="another base"):
+            await guest.load(2, other)
+        with pytest.raises(EngineError, match="no weights"):
+            await guest.add(request(0))
+        same(KIND, await finish(engine, *some()), await alone(hers.version, *some()))
+
+    play(scene)
+
+
+def test_when_the_lender_takes_another_base_the_borrower_is_told_and_computes_nothing_more() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        await guest.add(request(0, LONG))
+        await engine.load(3, KIND.views, summed=True)
+        with pytest.raises(EngineError, match="holds another base"):
+            await finish(guest, request(1, LONG))
+        assert not stage.raw.borrowers()
+
+    play(scene)
+
+
+def test_the_lender_comes_first_and_no_more_slots_are_taken_than_were_lent() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine, 2)
+        assert guest.info().max_batch == 2
+        await guest.load(2, his.version)
+        await guest.add(request(0, LONG))
+        await guest.add(request(1, LONG))
+        with pytest.raises(EngineError, match="2 slots are lent"):
+            await guest.add(request(2, LONG))
+        mine = asyncio.create_task(finish(engine, *some(LONG, SPEC.max_batch)))
+        await asyncio.sleep(0)
+        theirs = asyncio.create_task(finish(guest))
+        await theirs
+        found = await mine
+        assert len(found) == SPEC.max_batch
+        same(KIND, found, await alone(hers.version, *some(LONG, SPEC.max_batch)))
+
+    play(scene)
+
+
+def test_what_ends_the_engine_is_told_to_all_of_its_runs() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+
+        def broken(*_given: Any) -> list[Delta]:
+            raise RuntimeError("no memory")
+
+        stage.raw._decoder.step = broken  # type: ignore[assignment,method-assign]
+        await engine.add(request(0))
+        await guest.add(request(0))
+        for face in (engine, guest):
+            with pytest.raises(EngineError, match="the engine failed"):
+                await face.next()
+
+    play(scene)
+
+
+def test_planted_a_token_that_is_given_to_the_other_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first test compares does find it: deltas are given by handle alone, as if all were one run's."""
+    hers, his = Run(1), Run(2)
+
+    def give(batch: shared.SharedBatch, delta: Delta) -> None:
+        if delta.handle in batch._of:
+            _, handle = batch._of[delta.handle]
+            faces = [face for face in batch._faces.values() if handle in face.live]
+            wrong = faces[-1]
+            if delta.finish:
+                batch.unknown(wrong, handle)
+            wrong.ready.append(
+                Delta(
+                    handle, *[getattr(delta, n) for n in ("token_ids", "logprobs", "raw_logprobs", "finish")]
+                )
+            )
+            wrong.fresh.set()
+
+    monkeypatch.setattr(shared.SharedBatch, "_give", give)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        await engine.add(request(0))
+        theirs = await finish(guest, request(0))
+        with pytest.raises(AssertionError):
+            same(KIND, theirs, await alone(his.version, request(0)))
+
+    play(scene)
+
+
+def test_an_engine_that_one_run_s_samples_find_something_in_is_not_shared() -> None:
+    assert SPEC.shareable
+    for change in (
+        {"adapter_rank": 0},
+        {"speculation": "group"},
+        {"move_kv": True},
+        {"keep_cache": True},
+        {"routing": 2},
+    ):
+        assert not msgspec.structs.replace(SPEC, **change).shareable
