@@ -39,6 +39,7 @@ from rollout.nodes import of_environment  # noqa: E402
 from rollout.worker import Options  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
+from scavenger.protocol import keys  # noqa: E402
 from scavenger.protocol.keys import KeyPair, read_keypair  # noqa: E402
 from scavenger.protocol.worker.events import (  # noqa: E402
     EXIT_CANNOT_START,
@@ -212,6 +213,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
             started_at=STARTED_AT,
             here=here,
             memory_share=arguments.memory_share,
+            lent_key=keys.lent_key_path(arguments.key) if arguments.kind == "harvested" else None,
         )
         end = _run(hands.work(options, arguments.key, between=leave_at_notice))
     except ScavengerError as error:

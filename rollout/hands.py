@@ -10,7 +10,6 @@ Boundary: the process between two runs; IO.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import secrets
 import time
@@ -20,14 +19,14 @@ from pathlib import Path
 
 import structlog
 
+from rollout.key_file import read_when_there
 from rollout.worker import KeptEngine, Options, RolloutWorker
-from scavenger.errors import AuthError, EngineError, ScavengerError, describe
-from scavenger.protocol.keys import KeyPair, read_keypair
+from scavenger.errors import EngineError, ScavengerError, describe
+from scavenger.protocol.keys import KeyPair
 from scavenger.protocol.worker.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EndWorker
 
 #: How long a key file may still be the old one after the daemon wrote the new: shared file systems show it late.
 KEY_S = 30.0
-ASK_AGAIN_S = 0.2
 _log = structlog.get_logger(__name__)
 #: Makes the worker of one run: `RolloutWorker`, but in tests.
 NewWorker = Callable[[Options, KeptEngine | None], RolloutWorker]
@@ -58,7 +57,7 @@ async def work(
         gc.collect()  # tasks and callbacks refer to each other: what it held would stay for a while
         began = time.monotonic()
         try:
-            pair = await _next_key(key, end.hands_to)
+            pair = await read_when_there(key, end.hands_to, KEY_S)
             await kept.engine.forget(pair.run)
         except EngineError as error:
             await kept.engine.close()
@@ -78,13 +77,3 @@ async def work(
 def _options_for(options: Options, pair: KeyPair, began: float) -> Options:
     identity = replace(options.identity, run=pair.run, session=secrets.token_hex(16))
     return replace(options, keypair=pair, identity=identity, started_at=began)
-
-
-async def _next_key(path: Path, public_key: str) -> KeyPair:
-    """The pair with this public key. Raises `AuthError` where the file does not have it in time."""
-    by = time.monotonic() + KEY_S
-    while (pair := read_keypair(path)).public != public_key:
-        if time.monotonic() >= by:
-            raise AuthError(f"{path} does not have the key of the run to work for after {KEY_S:g} s")
-        await asyncio.sleep(ASK_AGAIN_S)
-    return pair

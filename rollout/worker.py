@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ from rollout.engines.registry import builder
 from rollout.fetching import Pulled
 from rollout.host_pipe import HostPipe
 from rollout.kv import KvMover
+from rollout.lending import Lending
 from rollout.node_link import FurtherNodes
 from rollout.nodes import JobNode
 from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
@@ -56,6 +58,7 @@ from scavenger.protocol.worker.events import (
     HearSiblings,
     KeepKv,
     KeyRefused,
+    Lend,
     Loaded,
     LoadFailed,
     LoadWeights,
@@ -244,6 +247,10 @@ class Options:
     pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
     started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
     memory_share: float = 0.0  # of its GPU, of a guest; 0 = what the run says
+    slots: int = 0  # that it borrows of another run's engine; 0: the engine is its own
+    lent_key: Path | None = (
+        None  # the key file of whoever borrows slots of this one's engine; None: it lends none
+    )
     here: JobNode | None = None  # of an engine over several nodes, whose first one this is
 
 
@@ -279,7 +286,10 @@ class RolloutWorker:
             pace=pace,
             on_fault=self._cannot_serve,
         )
-        self._host = HostPipe(self._inbox.put_nowait) if options.identity.guest else None
+        self._host = (
+            HostPipe(self._inbox.put_nowait) if options.identity.guest and not options.slots else None
+        )
+        self._lending = Lending(options.lent_key, self._new_borrower)
         self._further: FurtherNodes | None = None  # of an engine over several nodes
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
@@ -297,8 +307,13 @@ class RolloutWorker:
     async def run(self) -> EndWorker:
         """Work until the session says to leave."""
         self._main = loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
+        if self._options.slots:
+            self._inbox.put_nowait(Bounded(self._options.slots))  # signals are for the lender
+        else:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(
+                    number, self._inbox.put_nowait, Terminate(signal.Signals(number).name)
+                )
         if self._options.here is not None:
             self._further = FurtherNodes(self._options.here, self._options.keypair, self._node_lost)
             self._further.open()
@@ -312,6 +327,7 @@ class RolloutWorker:
         leaves: KeptEngine | None = None
         try:
             end = await self._loop()
+            await self._lending.end(end.reason)
             if end.hands_to and self._further is None and self._host is None:
                 leaves = await self._settled(driving)
                 end = self._noticed() or end
@@ -320,6 +336,7 @@ class RolloutWorker:
         finally:
             preload.cancel()
             self._next_ahead = None
+            await self._lending.end("the worker of the run whose engine this is has ended")
             for task in (*self._tasks, *self._bringing, self._connecting, self._pulling, self._ahead):
                 if task is not None:
                     task.cancel()
@@ -336,6 +353,26 @@ class RolloutWorker:
             self._store.close()
             if leaves is not None:
                 self._store.forget()
+
+    def leave(self, reason: str) -> None:
+        """As at SIGTERM."""
+        self._inbox.put_nowait(Terminate(reason))
+
+    def _new_borrower(
+        self, pair: KeyPair, spec: messages.EngineSpec, engine: Engine, slots: int
+    ) -> RolloutWorker:
+        """A worker of another run in slots of this one's engine. It shares nothing else."""
+        me = self._options.identity
+        identity = replace(me, run=pair.run, session=secrets.token_hex(16), guest=True)
+        options = replace(
+            self._options,
+            keypair=pair,
+            identity=identity,
+            started_at=self._clock(),
+            slots=slots,
+            lent_key=None,
+        )
+        return RolloutWorker(options, builder=self._builder, clock=self._clock, kept=KeptEngine(spec, engine))
 
     async def _settled(self, driving: asyncio.Task[None]) -> KeptEngine | None:
         """The engine, once it has carried out what was under way when the session ended: a load that is broken off would leave half of a
@@ -379,6 +416,8 @@ class RolloutWorker:
                 if isinstance(action, EndWorker):
                     return action
                 self._perform(action)
+            if (leaving := session.leaving) is not None:
+                self._lending.leave(leaving.reason)
             if self._host is not None:
                 if isinstance(event, Bounded):
                     self._host.heard()
@@ -481,6 +520,9 @@ class RolloutWorker:
                 if self._kv is not None:
                     self._kv.forget(command.handles)
                 await self._engine.abort(command.handles)
+            elif isinstance(command, Lend):
+                assert self._spec is not None  # the engine was built of it
+                self._lending.order(command.order, self._engine, self._spec)
             elif isinstance(command, HearSiblings):
                 await self._engine.hear(command)
             elif isinstance(command, Pulled):
@@ -513,6 +555,12 @@ class RolloutWorker:
         self._spec, kept, self.kept = spec, self.kept, None
         if kept is not None and kept.spec == spec:
             self._engine = kept.engine
+        elif self._options.slots:
+            self.kept = kept  # to be closed
+            raise EngineError(
+                "this run's engine is another one than that whose slots it borrows",
+                "only runs of one base model, with equal [engine] settings and lora.rank, share an engine",
+            )
         else:
             if kept is not None:  # the other run changed its engine meanwhile: as a fresh process would do
                 _log.info("engine.not_kept", reason="the run's engine is another one")

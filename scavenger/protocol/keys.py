@@ -36,7 +36,7 @@ from blake3 import blake3
 
 from scavenger.errors import AuthError, DaemonUnavailable
 from scavenger.parsing import MALFORMED
-from scavenger.protocol.messages import GUEST_INTENT
+from scavenger.protocol.messages import GUEST_INTENT, LENT_INTENT
 
 Z85_KEY_LENGTH = 40
 _MOST_BYTES = 16 * 1024
@@ -372,6 +372,11 @@ def _checked(public: str) -> str:
             "pass the `public` of the owner's key",
         )
     return public
+
+
+def lent_key_path(path: Path) -> Path:
+    """Of whoever borrows slots of the engine whose own key file this is."""
+    return path.with_name(f"{LENT_INTENT}{path.name}")
 
 
 # ---------------------------------------------------------------- guests: engines in the job of an inference service

@@ -183,6 +183,9 @@ class Heartbeat(Message, frozen=True):
     accepted: Total = 0
     verifications: Total = 0
     lease_limit: Count | None = None
+    lends: BoundedText = (
+        ""  # the key of the last `LendSlots` that reached it, whatever became of that loan; "" = none did
+    )
 
 
 class WeightsLoaded(Message, frozen=True):
@@ -426,6 +429,18 @@ class ChangeRun(Message, frozen=True):
     reason: BoundedText
 
 
+class LendSlots(Message, frozen=True):
+    """Let another run generate samples in so many slots of this engine, beside this run's. The borrower registers at the daemon as a worker
+    of its own, under the key pair whose public half this is and whose file lies beside this worker's key file. It is one at a time: another
+    key ends the loan before, and none ("") ends it without another.
+    """
+
+    public_key: BoundedText
+    run: BoundedText
+    slots: Count
+    reason: BoundedText
+
+
 class GoodbyeAck(Message, frozen=True):
     """All that was flushed is durable."""
 
@@ -461,5 +476,6 @@ ToWorker = (
     | Wake
     | Drain
     | ChangeRun
+    | LendSlots
     | GoodbyeAck
 )

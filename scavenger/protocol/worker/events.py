@@ -425,6 +425,13 @@ class EndWorker(WorkerAction):
 
 
 @dataclass(frozen=True, slots=True)
+class Lend(WorkerAction):
+    """Let a run borrow slots of the engine, or end the loan ("" as the key), as the order says."""
+
+    order: messages.LendSlots
+
+
+@dataclass(frozen=True, slots=True)
 class LogNote(WorkerAction):
     """A line for the log."""
 

@@ -154,6 +154,11 @@ class Session:
         """False while too much is held that may be lost: the engine then pauses."""
         return self._ending is None and self.work.leases.unacked() < self._limits.max_unacked
 
+    @property
+    def leaving(self) -> EndWorker | None:
+        """How it is about to end; None: it stays."""
+        return self._ending
+
     # ------------------------------------------------------------ connection
 
     def _is_gone(self) -> bool:
@@ -391,6 +396,7 @@ _ENGINE_COMMANDS = (
     messages.Revoke,
     messages.Sleep,
     messages.Wake,
+    messages.LendSlots,
 )
 
 _ON_EVENT: dict[type[WorkerEvent], _Handler] = {
@@ -434,5 +440,6 @@ _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.ChangeRun: lambda s, m, now: s._begin_end(
         EndWorker(EXIT_DRAINED, m.reason, hands_to=m.public_key), s._limits.drain_s, now
     ),
+    messages.LendSlots: lambda s, m, now: s.work.lend(m, now),
     messages.GoodbyeAck: Session._goodbye_acked,
 }

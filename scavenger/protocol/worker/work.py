@@ -43,6 +43,7 @@ from scavenger.protocol.worker.events import (
     KeepKv,
     KvLoaded,
     KvTaken,
+    Lend,
     Loaded,
     LoadFailed,
     LoadWeights,
@@ -359,6 +360,7 @@ class Work:
             0  # of the last Sleep or Wake that the engine was given; its older answers are ignored
         )
         self.lease_limit = lease_limit  # leases that its host lets it have; None: it has no such host
+        self.lends = ""  # the key of the last order to lend slots
         self._terms: messages.Welcome | None = None
         self._message_tokens = message_tokens
         self._acked_at = now
@@ -458,7 +460,15 @@ class Work:
             speculated.accepted,
             speculated.verifications,
             self.lease_limit,
+            self.lends,
         )
+
+    def lend(self, message: messages.LendSlots, _now: float) -> list[WorkerAction]:
+        """Once for each key: orders are repeated until a heartbeat names it."""
+        if message.public_key == self.lends or self.closed:
+            return []
+        self.lends = message.public_key
+        return [Lend(message)]
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
         self._heard = message.number

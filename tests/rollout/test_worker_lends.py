@@ -1,0 +1,322 @@
+"""A worker process that lends slots: two workers of two runs around one engine, each over a connection and a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from msgspec import structs
+
+from rollout.engines.base import EngineHost, EngineInfo, Weight
+from rollout.engines.registry import with_stops
+from rollout.worker import Options, RolloutWorker
+from scavenger.errors import EngineError
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
+from scavenger.protocol.worker.events import (
+    EXIT_DRAINED,
+    EXIT_PREEMPTED,
+    Delta,
+    Request,
+    Terminate,
+    WorkerLimits,
+)
+from scavenger.weights import manifest as manifests
+from scavenger.weights.source import WeightServer
+from tests.rollout.daemon import FakeDaemon
+from tests.rollout.stage import SERVER, SPEC, WHO, Scripted
+
+M = TypeVar("M", bound=messages.Message)
+#: Slow enough for a busy machine: nothing here waits for a heartbeat or for a hello that goes unanswered.
+LIMITS = WorkerLimits(hello_s=30.0, backoff_s=0.02, drain_s=20.0, notice_s=20.0)
+BEAT_S = 5.0
+SHARED = structs.replace(SPEC, adapter_rank=2)
+INTENT = "scv-1"
+HERS, HIS = keys.generate("hers", INTENT), keys.generate("his", f"{messages.LENT_INTENT}{INTENT}")
+ORDER = messages.LendSlots(HIS.public, "his", 2, "samples of run his wait")
+OVER = messages.LendSlots("", "", 0, "the loan is over")
+
+
+class Sharing(Scripted):
+    """Of a lane's requests the token at position p is 100 times the lane + p; of the lender's 1000 + p."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: dict[int, int] = {}  # handle -> lane
+        self.loaded: set[int] = set()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("scripted", 8, 128, 2000)
+
+    def borrowers(self) -> frozenset[int]:
+        return frozenset(self.loaded)
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        others = {handle: one for handle, one in self.requests.items() if handle in self.lanes}
+        found = await super().load(version, tensors, summed=summed)
+        self.requests |= others
+        return found
+
+    async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        self.calls.append(f"load beside {lane} {sum(len(one.data) for one in tensors)}")
+        self.loaded.add(lane)
+
+    async def add_beside(self, lane: int, request: Request) -> None:
+        if lane not in self.loaded:
+            raise EngineError("the lane holds no weights")
+        self.lanes[request.handle] = lane
+        await self.add(request)
+
+    async def drop(self, lane: int) -> None:
+        self.calls.append(f"drop {lane}")
+        self.loaded.discard(lane)
+        await self.abort([handle for handle, of in self.lanes.items() if of == lane])
+
+    async def next(self) -> list[Delta]:
+        return [
+            replace(one, token_ids=(100 * self.lanes[one.handle] + one.token_ids[0] - 1000,))
+            if one.handle in self.lanes
+            else one
+            for one in await super().next()
+        ]
+
+
+class Daemon(FakeDaemon):
+    """Speaks to a worker of each run, by the run of its hello."""
+
+    def __init__(self, state_dir: Path, allowed: set[str]) -> None:
+        self.peers: dict[str, bytes] = {}
+        self.said: dict[str, list[messages.Message]] = {"hers": [], "his": []}
+        self.lends: list[str] = []  # what her heartbeats said of the loan
+        super().__init__(state_dir, SERVER, allowed)
+
+    async def _receive(self) -> None:
+        while True:
+            peer, frame = await self._socket.recv_multipart()
+            message = messages.decode_to_daemon(frame)
+            if isinstance(message, messages.WorkerHello):
+                self.peers[message.run] = peer
+            run = next(name for name, of in self.peers.items() if of == peer)
+            if isinstance(message, messages.Heartbeat):
+                self.lends += [message.lends] if run == "hers" else []
+                self.tell(run, messages.HeartbeatAck(self.generation))
+            else:
+                self.said[run].append(message)
+            self._arrived.set()
+
+    def tell(self, run: str, message: messages.Message) -> None:
+        self._socket.send_multipart([self.peers[run], messages.encode(message)])
+
+    async def hear(self, run: str, kind: type[M], timeout_s: float = 60.0) -> M:
+        """The next message of this kind from the run's worker; those before it stay."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                for at, message in enumerate(self.said[run]):
+                    if isinstance(message, kind):
+                        del self.said[run][at]
+                        return message
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def tokens_of(self, run: str, sample: int, length: int) -> list[int]:
+        """The sample's first tokens. Raises where a chunk of another sample comes over this connection."""
+        have: list[int] = []
+        while len(have) < length:
+            for chunk in (await self.hear(run, messages.Chunks)).chunks:
+                assert chunk.sample_id == sample, f"a token of sample {chunk.sample_id} came to run {run}"
+                assert chunk.offset == len(have)
+                have += messages.unpack_tokens(chunk.tokens)
+        return have[:length]
+
+
+class Scene:
+    def __init__(self, path: Path) -> None:
+        self.path, self.key = path, path / f"{INTENT}.key"
+        keys.write_keypair(self.key, HERS)
+        keys.write_keypair(keys.lent_key_path(self.key), HIS)
+        self.allowed = {HERS.public, HIS.public}
+        self.daemon = Daemon(path, self.allowed)
+        self.engine = Sharing()
+        self.source = WeightServer()
+        who = replace(WHO, run="hers")
+        lent_key = keys.lent_key_path(self.key)
+        options = Options(
+            path, HERS, who, LIMITS, pull_s=20.0, started_at=time.monotonic(), lent_key=lent_key
+        )
+        self.worker = RolloutWorker(options, builder=lambda _name: with_stops(self.build))
+        self.process = asyncio.create_task(self.worker.run())
+
+    async def build(self, _spec: EngineSpec, _host: EngineHost) -> Sharing:
+        return self.engine
+
+    async def serve(self, run: str, version: int, spec: EngineSpec = SHARED) -> messages.WorkerHello:
+        hello = await self.daemon.hear(run, messages.WorkerHello)
+        self.daemon.tell(run, messages.Welcome(1, 1, run, spec, BEAT_S, 20.0, 8, relay=run == "hers"))
+        data = memoryview(bytes([version]) * 1024)
+        manifest, blob = manifests.build(version, {"w": ("float32", (256,), data)})
+        source = self.source.publish(manifest, blob)
+        self.daemon.tell(run, messages.UseWeights(version, manifests.encode(manifest), (source,)))
+        if spec is SHARED:
+            loaded = await self.daemon.hear(run, messages.WeightsLoaded)
+            assert loaded.version == version
+        return hello
+
+    def assign(self, run: str, sample: int, version: int, most: int = 100_000) -> None:
+        one = Lease(
+            sample, 1, version, pack_tokens((1,)), b"", Sampling(most), 0, SampleKey("train", 0, sample, 0)
+        )
+        self.daemon.tell(run, messages.Assign((one,)))
+
+    async def both_at_work(self) -> messages.WorkerHello:
+        """Sample 1 of hers and sample 2 of his, in mid-sample; returns his worker's hello."""
+        await self.serve("hers", 3)
+        self.assign("hers", 1, 3)
+        self.daemon.tell("hers", ORDER)
+        hello = await self.serve("his", 5)
+        self.assign("his", 2, 5)
+        assert await self.daemon.tokens_of("hers", 1, 5) == [1000, 1001, 1002, 1003, 1004]
+        assert await self.daemon.tokens_of("his", 2, 5) == [100, 101, 102, 103, 104]
+        return hello
+
+    async def leaves(self, run: str) -> messages.Goodbye:
+        goodbye = await self.daemon.hear(run, messages.Goodbye)
+        self.daemon.tell(run, messages.GoodbyeAck())
+        return goodbye
+
+    def close(self) -> None:
+        self.process.cancel()
+        self.daemon.close()
+        self.source.close()
+
+
+Play = Callable[[Callable[[Scene], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    def run(scene: Callable[[Scene], Awaitable[None]]) -> None:
+        async def main() -> None:
+            stage = Scene(tmp_path)
+            try:
+                await scene(stage)
+            finally:
+                stage.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_two_runs_have_samples_in_one_engine_and_each_hears_of_its_own(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        hello = await stage.both_at_work()
+        assert (hello.run, hello.lease_limit, hello.job_id) == ("his", 2, WHO.job_id)
+        assert hello.session != stage.worker._options.identity.session
+        assert stage.engine.calls == ["load 3 1024", "load beside 1 1024"], "one engine, built once"
+        async with asyncio.timeout(30.0):
+            while stage.daemon.lends[-1:] != [HIS.public]:
+                await asyncio.sleep(0.05)
+
+    play(scene)
+
+
+def test_no_more_samples_than_slots_are_taken(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        await stage.both_at_work()
+        stage.assign("his", 3, 5)
+        stage.assign("his", 4, 5)
+        back = await stage.daemon.hear("his", messages.Yielded)
+        assert [held.sample_id for held in back.leases] == [4]
+
+    play(scene)
+
+
+def test_the_end_of_a_loan_disturbs_nothing_of_the_lender_and_another_may_follow(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        await stage.both_at_work()
+        stage.daemon.tell("his", messages.Drain("samples of run hers wait"))
+        assert not (await stage.leaves("his")).failed
+        stage.daemon.tell("hers", OVER)
+        async with asyncio.timeout(30.0):
+            while stage.engine.calls[-1] != "drop 1":
+                await asyncio.sleep(0.01)
+        del stage.daemon.peers["his"]
+        again = keys.generate("his", HIS.intent)
+        stage.daemon.said["hers"].clear()
+        keys.write_keypair(keys.lent_key_path(stage.key), again)
+        stage.allowed.add(again.public)
+        stage.daemon.tell("hers", structs.replace(ORDER, public_key=again.public))
+        await stage.serve("his", 6)
+        stage.assign("his", 7, 6, most=3)
+        assert await stage.daemon.tokens_of("his", 7, 3) == [200, 201, 202]
+        assert 1 in {request.key.prompt for request, _ in stage.engine.requests.values()}, "hers goes on"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("leaves", ["notice", "drain"])
+def test_where_the_lender_leaves_the_borrower_says_goodbye_with_all_its_tokens(
+    play: Play, leaves: str
+) -> None:
+    async def scene(stage: Scene) -> None:
+        await stage.both_at_work()
+        if leaves == "notice":
+            stage.worker._inbox.put_nowait(Terminate("SIGTERM"))
+        else:
+            stage.daemon.tell("hers", messages.Drain("its run has no demand"))
+        assert (await stage.leaves("his")).notice
+        assert (await stage.leaves("hers")).notice is (leaves == "notice")
+        end = await asyncio.wait_for(stage.process, 30.0)
+        assert end.code == (EXIT_PREEMPTED if leaves == "notice" else EXIT_DRAINED)
+        assert stage.engine.calls[-2:] == ["drop 1", "close"]
+
+    play(scene)
+
+
+def test_a_borrower_whose_run_has_another_engine_is_turned_away_and_the_lender_goes_on(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        await stage.serve("hers", 3)
+        stage.assign("hers", 1, 3)
+        stage.daemon.tell("hers", ORDER)
+        await stage.serve("his", 5, structs.replace(SHARED, max_batch=4))
+        goodbye = await stage.leaves("his")
+        assert goodbye.failed
+        assert "another one than that whose slots it borrows" in goodbye.reason
+        assert await stage.daemon.tokens_of("hers", 1, 5) == [1000, 1001, 1002, 1003, 1004]
+        assert not [call for call in stage.engine.calls if "beside" in call or call == "close"]
+
+    play(scene)
+
+
+def test_what_kills_the_engine_is_told_to_both_runs(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        await stage.both_at_work()
+        stage.engine.kill(EngineError("no memory"))
+        for run in ("his", "hers"):
+            assert (await stage.leaves(run)).failed
+
+    play(scene)
+
+
+def test_an_engine_that_is_not_to_be_shared_lends_nothing(play: Play) -> None:
+    async def scene(stage: Scene) -> None:
+        hello = await stage.daemon.hear("hers", messages.WorkerHello)
+        assert hello.run == "hers"
+        drafts = structs.replace(SHARED, speculation="group")
+        stage.daemon.tell("hers", messages.Welcome(1, 1, "hers", drafts, 0.1, 20.0, 8))
+        async with asyncio.timeout(30.0):
+            while stage.worker._engine is None:
+                await asyncio.sleep(0.01)
+        stage.daemon.tell("hers", ORDER)
+        async with asyncio.timeout(30.0):
+            while stage.daemon.lends[-1:] != [HIS.public]:
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(stage.worker._lending.end("done"), 30.0)
+        assert "his" not in stage.daemon.peers
+
+    play(scene)
