@@ -65,6 +65,10 @@ class RunSection(Section):
     """Whether an engine's process may work for several runs, one after the other, where the site lets engines change hands
     (`harvest.change_hands`). `memory`: it may, and forgets one run before the next begins. `process`: this run's engines
     work for no other run, before or after."""
+    share_engines: bool = False
+    """`true`: engines of this run may generate samples of other runs that set it too, in one batch with this run's, and this run's samples
+    may be generated so, where the site lets engines lend slots (`harvest.lend_slots`). For LoRA runs of one base with equal `[engine]`
+    settings and `lora.serve = "unmerged"` ([fleet.md](fleet.md#engines-that-lend-slots))."""
     key: Path | None = None
     """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key` where there is one, else the user's
     own, which `scavenger join` makes."""
@@ -633,8 +637,8 @@ class LoraSection(Section):
     )
     """Layers that get an adapter. The output head and the embeddings are refused."""
     serve: Literal["auto", "merged", "unmerged"] = "auto"
-    """Whether vLLM merges each version's adapters into its weights, or keeps them beside their base and loads A and B alone. `auto`: what
-    is predicted to cost fewer seconds a version ([weights.md](weights.md#adapters)). The reference engine merges."""
+    """Whether engines merge each version's adapters into their weights, or keep them beside their base and load A and B alone. `auto`: what
+    is predicted to cost fewer seconds a version ([weights.md](weights.md#adapters)); the reference engine merges."""
 
 
 class OptimizerSection(Section):

@@ -348,6 +348,9 @@ class HarvestSection(Section):
     """`true`: an engine that its run has too many of goes on for another run, in the same process, where both runs' engines
     are of one kind and the runs allow it (`run.isolation`). It forgets the first run before it gets the second one's key
     ([fleet.md](fleet.md#engines-that-change-hands)). `false`: its job ends, and another starts."""
+    lend_slots: NonNegative = 0
+    """Slots that an engine lends at most to samples of another run, in one batch with its own run's, where both runs set
+    `run.share_engines` ([fleet.md](fleet.md#engines-that-lend-slots)). At most half of its batch is lent. 0: none."""
     # other users' jobs
     other_users_window_s: Annotated[float, Field(ge=0)] = 60.0
     """GPUs that other users' jobs are expected to need within so many seconds (begin times, Slurm's planned
@@ -605,6 +608,7 @@ LIVE = frozenset(
         "harvest.headroom_gpus",
         "harvest.headroom_per_node",
         "harvest.job_template",
+        "harvest.lend_slots",
         "harvest.environment_cpus",
         "harvest.environment_memory_mb",
         "harvest.max_engines",

@@ -57,6 +57,7 @@ from scavenger.harvest.session import (
     Command,
     Commit,
     Confirm,
+    DropKey,
     HarvestSession,
     Outcome,
     Procedure,
@@ -653,6 +654,8 @@ class Harvester:
                     await self._thread.call(self.cluster.release, waiting, node)
                 case ChangeKey(intent_id):
                     await self._write_key(intent_id)
+                case DropKey(intent_id):
+                    self._keys.drop(intent_id)
                 case SubmitJob(intent_id, action):
                     job_id = await self._submit(intent_id, action)
         except ClusterError as error:

@@ -7,6 +7,8 @@
 
         orphaned jobs         those of intents that the ledger does not have open are cancelled
         DrainAllocated        an event to the router; Slurm hears nothing of it
+        EndLoan               an event to the router: the borrower leaves; its key opens nothing once it had time for that
+        LendSlots             the decision durable -> the borrower's key in place -> an event to the router; Slurm hears nothing of it
         ChangeHands           its new run durable -> its new key in place -> an event to the router; Slurm hears nothing of it
         CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
@@ -42,14 +44,18 @@ from scavenger.harvest.decide.actions import (
     ChangeHands,
     DrainAllocated,
     DrainKind,
+    EndLoan,
     HarvestCode,
     HarvestDecision,
     HarvestLimits,
+    LendSlots,
+    Loan,
     Release,
     Submit,
 )
 from scavenger.harvest.decide.environments import EnvironmentDecision, EnvironmentLimits, decide_environments
 from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
+from scavenger.harvest.decide.lending import BARRED_S, LEAVES_S, lent
 from scavenger.harvest.track.intents import ENGINE, ENVIRONMENT
 from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
@@ -57,12 +63,14 @@ from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, EnvironmentDemand, within_owners
 from scavenger.policy.idle_gpus import Idling
-from scavenger.protocol.messages import RUN_NAME_PATTERN
+from scavenger.protocol.messages import LENT_INTENT, RUN_NAME_PATTERN
 from scavenger.router.core.events import (
     CondemnedEngine,
     IntentHandedOver,
     IntentRevoked,
+    JobGone,
     RouterEvent,
+    SlotsLent,
     WorkerLife,
 )
 
@@ -121,7 +129,14 @@ class ChangeKey:
     intent_id: str
 
 
-Command = Report | Commit | Confirm | CancelJobs | ReleaseJob | SubmitJob | ChangeKey
+@dataclass(frozen=True, slots=True)
+class DropKey:
+    """Whoever borrows under this intent is let in no more, and its key file goes."""
+
+    intent_id: str
+
+
+Command = Report | Commit | Confirm | CancelJobs | ReleaseJob | SubmitJob | ChangeKey | DropKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,8 @@ class HarvestSession:
         self._refused_names = set[int]()  # runs
         self._without: dict[int, float] = {}  # since when runs have wanted engines and had none
         self._divided: dict[int, int] = {}  # engines by run, as last recorded
+        self._loans: dict[str, Loan] = {}  # of slots, by the intent of the engine's job
+        self._barred: dict[tuple[str, int], float] = {}  # (its intent, run): until when nothing is lent again
 
     def restore(
         self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
@@ -206,6 +223,7 @@ class HarvestSession:
         beside = self.environments.observe(view, now)
         return replace(
             found,
+            gone=(*found.gone, *self._borrowers_gone(found.gone, now)),
             records=(*found.records, *(one for one in beside.records if _of_environments(one))),
             # Each of the two has intents that the other does not know.
             orphaned_jobs=tuple(sorted({*found.orphaned_jobs} & {*beside.orphaned_jobs})),
@@ -265,6 +283,10 @@ class HarvestSession:
         if limits.hands is not None:
             switch_s, start_s = self.tracker.predicted_s(now)
             limits = replace(limits, hands=replace(limits.hands, switch_s=switch_s, start_s=start_s))
+        if limits.lending is not None:
+            held = {intent: held for intent, held in leases.items() if intent.startswith(LENT_INTENT)}
+            lending = replace(limits.lending, loans=dict(self._loans), barred=dict(self._barred), held=held)
+            limits = replace(limits, lending=lending if lending.slots or self._loans else None)
         if not self.steers:
             limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
         view = _without(view, self.environments)  # where one of them waits, no other user is about to begin
@@ -334,6 +356,7 @@ class HarvestSession:
         """Carry out all of it, unless it no longer holds between two starts. Raises `ClusterError` when Slurm does not answer, or refuses
         a cancellation: what is left is decided afresh."""
         yield from self._cancel_orphaned(orphaned_jobs, now)
+        yield from self._drop_loans(now)
         asked = [[d.run, d.engines, d.gpus] for d in demand]
         facts: dict[str, object] = {
             "decision": decision.reason,
@@ -363,6 +386,10 @@ class HarvestSession:
         for action in decision.actions:
             if isinstance(action, ChangeHands):
                 now = yield from self._change_hands(action, inputs, now)
+            elif isinstance(action, EndLoan):
+                now = (yield self._end_loan(action, inputs, now)).now
+            elif isinstance(action, LendSlots):
+                now = yield from self._lend(action, inputs, now)
         starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
         for number, action in enumerate(starts):
             if number:
@@ -404,8 +431,57 @@ class HarvestSession:
             one.run_since = at
             return at
         self.tracker.changes_hands(action.intent_id, action.run_id, public_key, now)
+        self._takes_borrower_along(action.intent_id, outcome.now)
         order = IntentHandedOver(action.intent_id, public_key, action.reason)
         return (yield Report([], [order])).now
+
+    def _lend(self, action: LendSlots, inputs: str, now: float) -> Procedure[float]:
+        """Let a run borrow slots of an engine. Where its key does not get there nothing is lent. Returns when it was done."""
+        borrower = lent(action.intent_id)
+        public_key = self._mint_again(action.run, borrower)
+        outcome = yield Commit([_decided(action, action.intent_id, inputs, now)])
+        why = "the ledger is stalled" if not outcome.done else ""
+        if not why:
+            outcome = yield ChangeKey(borrower)
+            why = outcome.error.cause if outcome.error is not None else ""
+        if why:
+            self._barred[action.intent_id, action.run_id] = outcome.now + BARRED_S
+            event = rec.Event("slots_not_lent", action.run_id, action.intent_id, why, "{}", outcome.now)
+            return (yield Report([event])).now
+        self._loans[action.intent_id] = Loan(action.run_id, action.run, action.slots, outcome.now)
+        order = SlotsLent(action.intent_id, public_key, action.run, action.slots, action.reason)
+        return (yield Report([], [order])).now
+
+    def _end_loan(self, action: EndLoan, inputs: str, now: float) -> Report:
+        """Ask the borrower to leave. Its key still opens what it needs to say goodbye."""
+        loan = self._loans[action.intent_id]
+        self._loans[action.intent_id] = replace(loan, ended_at=now)
+        if action.came_to_nothing:
+            self._barred[action.intent_id, loan.run_id] = now + BARRED_S
+        leaves = IntentRevoked(lent(action.intent_id), action.reason)
+        return Report([_decided(action, action.intent_id, inputs, now)], [leaves])
+
+    def _drop_loans(self, now: float) -> Procedure[None]:
+        """Loans whose borrowers had time to leave, and those of engines that are gone: the keys open nothing any more."""
+        for intent_id, loan in sorted(self._loans.items()):
+            gone = intent_id not in self.tracker.intents
+            if gone or (loan.ended_at and now - loan.ended_at >= LEAVES_S):
+                del self._loans[intent_id]
+                yield DropKey(lent(intent_id))
+                yield Report([], [SlotsLent(intent_id, "", "", 0, "the loan is over")])
+        self._barred = {key: until for key, until in self._barred.items() if until > now}
+
+    def _borrowers_gone(self, gone: Sequence[JobGone], now: float) -> list[JobGone]:
+        """An engine's process that ended took its borrower along."""
+        mine = [one for one in gone if self._takes_borrower_along(one.intent_id, now)]
+        return [replace(one, intent_id=lent(one.intent_id), crashed=False) for one in mine]
+
+    def _takes_borrower_along(self, intent_id: str, now: float) -> bool:
+        """Whether this engine, which ends or changes hands, has lent slots: the loan is over by that."""
+        if (loan := self._loans.get(intent_id)) is None:
+            return False
+        self._loans[intent_id] = replace(loan, ended_at=loan.ended_at or now)
+        return True
 
     def cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str, now: float) -> Procedure[float]:
         """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up. Returns when it was done."""
@@ -526,6 +602,8 @@ def _decided(
         DrainAllocated: "drain",
         Cancel: "cancel",
         ChangeHands: "change_hands",
+        LendSlots: "lend_slots",
+        EndLoan: "end_loan",
     }
     return rec.Decision(policy, names[type(action)], intent_id, action.reason, inputs, now, action.code)
 

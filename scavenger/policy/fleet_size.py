@@ -231,7 +231,8 @@ class Demand:
     where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
     `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, draining ones counted; None: no limit. `encrypts`: its weights
     travel encrypted. `hands`: names everything that its engines are built from, by which engines of two runs may change hands; "": its
-    engines never do.
+    engines never do. `shares`: names engine and base of a run that shares engines (`run.share_engines`): samples of runs of one such name
+    may be in one batch; "": they may not. `max_batch`: of its engines. `queued`: its samples that wait for one.
     """
 
     run_id: int
@@ -246,6 +247,9 @@ class Demand:
     nodes_per_engine: int = 1
     encrypts: bool = False
     hands: str = ""
+    shares: str = ""
+    max_batch: int = 0
+    queued: int = 0
 
     @property
     def gpus(self) -> int:

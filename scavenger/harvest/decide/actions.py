@@ -64,6 +64,7 @@ class HarvestCode(StrEnum):
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
     HANDED_OVER = "handed_over"  # its engine goes on for another run of ours (`decide.hands`)
+    LENT = "lent"  # slots of its engine are lent to another run of ours, or no longer (`decide.lending`)
     DIVISION = "division"  # another run's engine saves more on its GPUs, or that run has waited for too long (`policy.division`)
     HELD = "held"
     REQUEUED = "requeued"  # it had left for good, and Slurm put it back into the queue
@@ -248,6 +249,28 @@ class HandsRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Loan:
+    """Slots of one engine that are lent. `since`, `ended_at`: Unix s; the latter 0 while it lasts."""
+
+    run_id: int
+    run: str
+    slots: int
+    since: float
+    ended_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LendingRules:
+    """`slots`: that an engine lends at most; 0: none any more. `loans`: by the intent of the engine's job. `barred`: until when an engine
+    lends this run nothing (Unix s). `held`: by intent, as `OurJob.leases` and `idle_since`, of borrowers that are there."""
+
+    slots: int
+    loans: Mapping[str, Loan] = field(default_factory=dict)
+    barred: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    held: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class HarvestLimits:
     """What is allowed now. Times in Unix seconds, durations in seconds."""
 
@@ -277,6 +300,8 @@ class HarvestLimits:
     ] = ()  # (run, Unix s): it has wanted engines since, and none has run
     #: Which engines go on for another run when theirs has too many. None: none does, its job ends.
     hands: HandsRules | None = None
+    #: What engines may lend of their slots, and lend now. None: nothing.
+    lending: LendingRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +370,28 @@ class ChangeHands:
 
 
 @dataclass(frozen=True, slots=True)
+class LendSlots:
+    """This run may generate samples in so many slots of the engine, beside the engine's own run."""
+
+    intent_id: str
+    run_id: int
+    run: str
+    slots: int
+    reason: str
+    code: HarvestCode = HarvestCode.LENT
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoan:
+    """Whoever borrows slots of the engine leaves it. `came_to_nothing`: it was never there, or left by itself."""
+
+    intent_id: str
+    reason: str
+    came_to_nothing: bool = False
+    code: HarvestCode = HarvestCode.LENT
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """End a job that holds GPUs: no engine is there to drain, or it was asked to leave and did not."""
 
@@ -353,7 +400,7 @@ class Cancel:
     code: HarvestCode
 
 
-Action = Submit | Release | CancelPending | DrainAllocated | Cancel | ChangeHands
+Action = Submit | Release | CancelPending | DrainAllocated | Cancel | ChangeHands | LendSlots | EndLoan
 
 
 @dataclass(frozen=True, slots=True)

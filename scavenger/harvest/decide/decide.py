@@ -57,6 +57,7 @@ from scavenger.harvest.decide.free_capacity import (
     waits_for,
 )
 from scavenger.harvest.decide.hands import Handing, change_hands, handed
+from scavenger.harvest.decide.lending import decide_loans
 from scavenger.harvest.decide.other_users import scan_queue
 from scavenger.harvest.decide.public_reason import public_reason
 from scavenger.harvest.decide.start import StartFacts, blackout_near, preempted_enough, start_jobs
@@ -131,6 +132,8 @@ def decide(
     if not facts.wanted and not facts.closed:
         code = _without_demand(facts)
     counts = _counts(facts, actions, serving)
+    if rules := limits.lending:
+        actions += decide_loans(facts, demand, _undecided(facts.engines, actions), rules)
     return HarvestDecision(
         tuple(actions),
         _summary(facts, counts, why),

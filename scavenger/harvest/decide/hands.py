@@ -16,14 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scavenger.harvest.decide.actions import (
-    ChangeHands,
-    DrainAllocated,
-    HandsRules,
-    HarvestCode,
-    HarvestLimits,
-    OurJob,
-)
+from scavenger.harvest.decide.actions import ChangeHands, DrainAllocated, HandsRules, HarvestCode, OurJob
 from scavenger.harvest.decide.drain import Drain
 from scavenger.harvest.decide.free_capacity import nodes_of
 from scavenger.harvest.decide.start import StartFacts, by_turn
@@ -132,12 +125,11 @@ def _obstacle(
         return "owners.max_gpus"
     if facts.kept.get(job.node, want.run_id) != want.run_id:
         return "its node is kept for another run"
-    return (
-        "" if _on_nodes_of(want.owner, job.node, facts, facts.limits) else "its owner may not use this node"
-    )
+    return "" if on_nodes_of(want.owner, job.node, facts) else "its owner may not use this node"
 
 
-def _on_nodes_of(owner: str, node: str, facts: StartFacts, limits: HarvestLimits) -> bool:
-    rule = next((rule for rule in limits.owners if rule.owner == owner), None)
+def on_nodes_of(owner: str, node: str, facts: StartFacts) -> bool:
+    """Whether the owner's engines may be on this node."""
+    rule = next((rule for rule in facts.limits.owners if rule.owner == owner), None)
     only = nodes_of(rule, facts.view.nodes) if rule is not None else None
     return only is None or node in only

@@ -25,6 +25,7 @@ from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, EnvironmentDemand
 from scavenger.protocol import keys
+from scavenger.protocol.messages import LENT_INTENT
 from scavenger.router.core.events import CondemnedEngine, PeerIdentity, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
@@ -140,7 +141,9 @@ class WorkerKeys:
 
     def drop_stale(self, opened: Collection[str]) -> None:
         """Remove the files of every intent that is not in `opened`: a daemon that died did not get to it."""
-        for path in sorted((self._state_dir / "workers").glob("scv-*.key")):
+        folder = self._state_dir / "workers"
+        # What was lent before this daemon began is over: it is decided afresh.
+        for path in sorted([*folder.glob("scv-*.key"), *folder.glob(f"{LENT_INTENT}scv-*.key")]):
             if path.stem not in opened:
                 self._drop_files(path.stem)
 

@@ -148,6 +148,17 @@ class IntentHandedOver:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class SlotsLent:
+    """Slots of a harvested job's engine are lent to the run of this key; "" as the key: no longer."""
+
+    intent_id: str
+    public_key: str
+    run: str
+    slots: int
+    reason: str
+
+
 class CoreTick(msgspec.Struct, frozen=True, gc=False):
     """Time passed."""
 
@@ -195,6 +206,7 @@ RouterEvent = (
     | JobGone
     | IntentRevoked
     | IntentHandedOver
+    | SlotsLent
     | CoreTick
     | LedgerRead
     | PastRead

@@ -39,6 +39,7 @@ from scavenger.protocol.messages import (
     Heartbeat,
     KvKept,
     KvTried,
+    LendSlots,
     Message,
     OpenTurn,
     Ping,
@@ -47,6 +48,7 @@ from scavenger.protocol.messages import (
     WeightsFailed,
     WeightsLoaded,
     Yielded,
+    words,
 )
 from scavenger.router.core import (
     audit,
@@ -80,6 +82,7 @@ from scavenger.router.core.events import (
     PastRead,
     RouterAction,
     RouterEvent,
+    SlotsLent,
     TopologyRead,
     TrainerCalled,
     WorkerSent,
@@ -151,6 +154,10 @@ class Router:
             case IntentHandedOver():
                 for worker in self._of_intent(event.intent_id):
                     worker_commands.hand_over(core, worker, event.public_key, event.reason)
+            case SlotsLent():
+                for worker in self._of_intent(event.intent_id):
+                    order = LendSlots(event.public_key, event.run, event.slots, words(event.reason))
+                    worker_commands.lend(core, worker, order)
             case CoreTick():
                 self._tick()
             case TopologyRead(switches=switches):
@@ -339,6 +346,9 @@ class Router:
                     nodes_per_engine=run.settings.nodes_per_engine,
                     encrypts=run.settings.encrypt,
                     hands=_hands_of(run),
+                    shares=_shares_of(run),
+                    max_batch=run.engine.max_batch,
+                    queued=len(run.queue),
                 )
             )
         return tuple(wanted)
@@ -382,6 +392,15 @@ def _may_change_anything(event: RouterEvent) -> bool:
 def _hands_of(run: ActiveRun) -> str:
     """As `Demand.hands`."""
     return "" if run.settings.isolation == "process" else _built_from(run.engine)
+
+
+def _shares_of(run: ActiveRun) -> str:
+    """As `Demand.shares`. What is named is the base's root hash too: equal ones are equal weights."""
+    built, versions = _hands_of(run), run.weights.versions
+    if not (run.settings.share_engines and run.engine.shareable and built and versions):
+        return ""
+    newest = versions[max(versions)]
+    return f"{built}/{(newest.base or newest.root).hex()}"
 
 
 @lru_cache(maxsize=256)

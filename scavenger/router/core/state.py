@@ -28,6 +28,7 @@ from scavenger.protocol.messages import (
     DeliveredRow,
     EngineSpec,
     Fleet,
+    LendSlots,
     OpenRun,
     SampleKey,
     Sampling,
@@ -572,6 +573,10 @@ class EpisodeBudget:
     seconds: float = 0.0  # since its first turn was asked for
 
 
+#: Nothing is lent.
+NO_LOAN = LendSlots("", "", 0, "")
+
+
 @dataclass(slots=True)
 class RunSettings:
     """What the run's configuration says of its engines; each attempt states it anew."""
@@ -593,6 +598,7 @@ class RunSettings:
     serves_only: bool = False  # it takes no steps
     isolation: str = "memory"  # "memory" | "process"; the latter: no process works for it and for another run
     budget: EpisodeBudget = EpisodeBudget()  # of each of its episodes
+    share_engines: bool = False  # its samples may be in one batch with other runs'
 
 
 @dataclass(slots=True)
@@ -976,6 +982,7 @@ class Worker:
     engine: EngineMetrics = field(default_factory=EngineMetrics)
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     departure: Departure = field(default_factory=Departure)
+    loan: LendSlots = NO_LOAN  # of slots of its engine to another run, as it was last told
     backlog: SiblingBacklog = field(default_factory=SiblingBacklog)  # of tokens for drafts: see `siblings`
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted

@@ -14,6 +14,7 @@ from scavenger.protocol.messages import (
     ChangeRun,
     Drain,
     Heartbeat,
+    LendSlots,
     PullAhead,
     Revoke,
     Serving,
@@ -79,6 +80,8 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         elif beat.memory == "awake" and worker.memory.state is GpuMemoryState.WAKING:
             awake(core, worker, beat.memory_order, beat.bytes_held)
     repeat(core, worker, beat.memory_order)
+    if beat.lends != worker.loan.public_key and worker.status not in LEAVING:
+        core.send_durable(worker.conn, worker.loan)
 
 
 def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
@@ -405,6 +408,13 @@ def hand_over(core: Core, worker: Worker, public_key: str, reason: str) -> None:
     core.handed.add(worker.process.intent_id)
     worker.run.due.fleet = True
     core.send_durable(worker.conn, ChangeRun(public_key, words(reason)))
+
+
+def lend(core: Core, worker: Worker, order: LendSlots) -> None:
+    """Tell a worker of a loan of slots of its engine; heartbeats say whether the order came."""
+    if worker.status not in LEAVING and not worker.bounded:
+        worker.loan = order
+        core.send_durable(worker.conn, order)
 
 
 def set_aside(core: Core, worker: Worker, reason: str) -> None:

@@ -1,0 +1,131 @@
+"""Which engine lends slots to which run's samples, and when a loan ends. Pure.
+
+    runs whose samples wait for a slot, the one first that one more engine would save most
+      + engines of other runs that have slots to spare, that run's first whose last engine saves least
+      --both share, one base, equal settings, half of the batch free, no sample of the lender's waits--> LendSlots
+    a loan --the lender's samples wait, the borrower's do not, somebody no longer shares, it never came--> EndLoan
+
+Owns the rule. What is lent is never more than `harvest.lend_slots`, and never more than half of an engine's batch; an engine has one
+borrower, and a run borrows of one engine. A loan is worth no engine's start or end: the number of engines is decided before, as if nobody
+lent.
+
+Boundary: between engines of one run and samples of another; who has how many engines is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from scavenger.harvest.decide.actions import DrainKind, EndLoan, LendingRules, LendSlots, Loan, OurJob
+from scavenger.harvest.decide.hands import on_nodes_of
+from scavenger.harvest.decide.start import StartFacts
+from scavenger.policy.division import UNKNOWN, savings
+from scavenger.policy.fleet_size import Demand
+from scavenger.protocol.messages import LENT_INTENT
+
+#: A borrower that is not there so long after the order does not come any more.
+REGISTERS_S = 120.0
+#: A loan ends no sooner for want of samples: between two steps none waits for a moment.
+HOLD_S = 10.0
+#: After its end the key of a borrower is let in for so long: it says goodbye.
+LEAVES_S = 10.0
+#: What came to nothing is not tried again sooner.
+BARRED_S = 600.0
+
+
+def decide_loans(
+    facts: StartFacts, demand: Sequence[Demand], staying: Sequence[OurJob], rules: LendingRules
+) -> list[LendSlots | EndLoan]:
+    """What to do about loans. `demand`: of all runs. `staying`: engines that nothing else was decided about."""
+    now = facts.now
+    wants = {want.run_id: want for want in demand}
+    jobs = {job.intent_id: job for job in staying}
+    have = Counter(job.run_id for job in facts.engines if not job.waits and job.drain_kind is DrainKind.NO)
+    found: list[LendSlots | EndLoan] = []
+    for intent_id, loan in sorted(rules.loans.items()):
+        if loan.ended_at or (job := jobs.get(intent_id)) is None:
+            continue  # the loan ends with the engine
+        if why := _over(
+            loan, wants.get(job.run_id), wants.get(loan.run_id), rules.held.get(lent(intent_id)), now
+        ):
+            found.append(EndLoan(intent_id, why, lent(intent_id) not in rules.held))
+    if rules.slots <= 0:
+        return found
+    served = Counter(loan.run_id for loan in rules.loans.values() if not loan.ended_at)
+    free = [job for job in staying if job.intent_id not in rules.loans]
+    for want in sorted(demand, key=lambda one: (-saving(one, have[one.run_id] + 1), one.run_id)):
+        if not want.shares or not want.engines or not want.queued or served[want.run_id]:
+            continue
+        offers = [
+            (saving(wants[job.run_id], have[job.run_id]), job.leases, job.intent_id, job)
+            for job in free
+            if _may(job, want, wants.get(job.run_id), rules, facts)
+        ]
+        if not offers:
+            continue
+        last, _, _, job = min(offers, key=lambda one: one[:3])
+        of = wants[job.run_id]
+        slots = min(rules.slots, want.max_batch // 2)
+        why = (
+            f"{slots} slots of an engine of run {of.run} are lent to run {want.run}: {want.queued} samples of run {want.run} wait, and one "
+            f"engine more would save it {saving(want, have[want.run_id] + 1):.3g} GPU-s a GPU-s; the engine has {job.leases} of "
+            f"{of.max_batch} samples, none of run {of.run} waits, and its last engine saves it {last:.3g}"
+        )
+        found.append(LendSlots(job.intent_id, want.run_id, want.run, slots, why))
+        free.remove(job)
+    return found
+
+
+def lent(intent_id: str) -> str:
+    """The intent of whoever borrows of this one's engine."""
+    return f"{LENT_INTENT}{intent_id}"
+
+
+def saving(want: Demand, engines: int) -> float:
+    """What the last of so many engines saves the run, in GPU-seconds of its own a GPU and second; of a run of which nothing is known 1/n,
+    as where GPUs are divided."""
+    if engines <= 0:
+        return 0.0
+    known = savings(want.benefit, engines)
+    if want.benefit is None or not known:
+        return UNKNOWN / engines
+    return known[-1] * want.benefit.run_gpus / want.gpus
+
+
+def _may(job: OurJob, want: Demand, of: Demand | None, rules: LendingRules, facts: StartFacts) -> bool:
+    """Whether this engine, which is run `of`'s, may lend slots to run `want`."""
+    return (
+        of is not None
+        and of.run_id != want.run_id
+        and of.shares == want.shares
+        and job.gpus == want.gpus
+        and job.n_nodes == 1
+        and job.connected
+        and not job.waits
+        and not job.standby
+        and not job.changing_since
+        and not of.queued
+        and 2 * job.leases <= of.max_batch
+        and rules.barred.get((job.intent_id, want.run_id), 0.0) <= facts.now
+        and on_nodes_of(want.owner, job.node, facts)
+    )
+
+
+def _over(
+    loan: Loan, of: Demand | None, want: Demand | None, held: tuple[int, float] | None, now: float
+) -> str:
+    """Why the loan ends; "" while it lasts."""
+    if not want or not want.engines:
+        return f"run {loan.run}, to which {loan.slots} slots were lent, wants no engine, or is not open"
+    if of is None or not of.shares or of.shares != want.shares:
+        return f"one of the two runs no longer shares engines; {loan.slots} slots were lent to run {loan.run}"
+    if held is None:
+        never = now - loan.since >= REGISTERS_S
+        return f"no engine of run {loan.run} is in the slots that were lent to it" if never else ""
+    if of.queued:
+        return f"{of.queued} samples of run {of.run}, whose engine this is, wait for a slot"
+    leases, idle_since = held
+    if not want.queued and not leases and now - max(loan.since, idle_since) >= HOLD_S:
+        return f"run {want.run} has had no sample in the slots that were lent to it for {HOLD_S:g} s, and none waits"
+    return ""
