@@ -49,6 +49,7 @@ class Lending:
     def __init__(self, key: Path | None, new_borrower: NewBorrower) -> None:
         self._key, self._new_borrower = key, new_borrower
         self._borrower: Borrower | None = None
+        self._lends: Lends | None = None
         self._loan: asyncio.Task[None] | None = None
         self._over = ""  # why this process lends no more
 
@@ -64,6 +65,8 @@ class Lending:
         """The worker of the run whose engine this is leaves: so does the borrower, and no other begins."""
         if not self._over:
             self._over = reason
+            if self._lends is not None:
+                self._lends.recall()
             self._leave(reason)
 
     async def end(self, reason: str) -> None:
@@ -93,6 +96,7 @@ class Lending:
         except ScavengerError as error:
             _log.warning("lending.refused", run=order.run, reason=describe(error))
             return
+        self._lends = engine
         self._borrower = self._new_borrower(pair, spec, engine.borrow(order.slots), order.slots)
         _log.info("lending.began", run=pair.run, slots=order.slots, reason=order.reason)
         try:

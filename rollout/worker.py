@@ -334,25 +334,31 @@ class RolloutWorker:
                 leaves = leaves if end.hands_to else None
             return end
         finally:
-            preload.cancel()
-            self._next_ahead = None
-            await self._lending.end("the worker of the run whose engine this is has ended")
-            for task in (*self._tasks, *self._bringing, self._connecting, self._pulling, self._ahead):
-                if task is not None:
-                    task.cancel()
-            if self._further is not None:
-                await self._further.close()
-            if self.kept is not None:
-                await self.kept.engine.close()  # it was never asked for
-            if self._engine is not None and leaves is None:
-                await self._engine.close()
-            self.kept = leaves
-            if self._kv is not None:
-                self._kv.close()
-            self._link.close(LINGER_MS)
-            self._store.close()
-            if leaves is not None:
-                self._store.forget()
+            try:
+                await self._lending.end("the worker of the run whose engine this is has ended")
+            finally:
+                await self._close(preload, leaves)
+
+    async def _close(self, preload: asyncio.Future[None], leaves: KeptEngine | None) -> None:
+        """Let go of everything but the engine that goes on for another run."""
+        preload.cancel()
+        self._next_ahead = None
+        for task in (*self._tasks, *self._bringing, self._connecting, self._pulling, self._ahead):
+            if task is not None:
+                task.cancel()
+        if self._further is not None:
+            await self._further.close()
+        if self.kept is not None:
+            await self.kept.engine.close()  # it was never asked for
+        if self._engine is not None and leaves is None:
+            await self._engine.close()
+        self.kept = leaves
+        if self._kv is not None:
+            self._kv.close()
+        self._link.close(LINGER_MS)
+        self._store.close()
+        if leaves is not None:
+            self._store.forget()
 
     def leave(self, reason: str) -> None:
         """As at SIGTERM."""

@@ -311,7 +311,6 @@ class Client(Connection):
             config.data.budget_turns,
             config.data.budget_tokens,
             config.data.budget_s,
-            run.share_engines,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

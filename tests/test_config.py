@@ -410,3 +410,27 @@ def test_what_vllm_does_not_do_together_with_siblings_drafts_is_refused(
     assert said in refused(read_run, path)
     path.write_text(f'{RUN}[engine]\nname = "reference"\nspeculation = "group"\n[reserved]\n')
     assert read_run(path).engine.speculation == "group"
+
+
+SHARES = 'rank = 2\nserve = "unmerged"\n'
+
+
+@pytest.mark.parametrize(
+    ("run", "lora", "more", "said"),
+    [
+        ("", "", "", "lora.rank above 0"),
+        ("", "rank = 2\n", "", 'lora.serve = "unmerged"'),
+        ('isolation = "process"\n', SHARES, "", 'run.isolation = "memory"'),
+        ("", SHARES, '[engine]\nspeculation = "group"\n', 'engine.speculation = "none"'),
+        ("", SHARES, "[engine]\nmove_kv = true\n", "engine.move_kv = false"),
+    ],
+)
+def test_a_run_whose_samples_would_find_another_s_does_not_share_engines(
+    tmp_path: Path, run: str, lora: str, more: str, said: str
+) -> None:
+    path = tmp_path / "run.toml"
+    text = RUN.replace("[model]", f"share_engines = true\n{run}[model]") + f"[lora]\n{lora}"
+    path.write_text(text + more)
+    assert f"run.share_engines = true needs {said}" in refused(read_run, path)
+    path.write_text(RUN.replace("[model]", "share_engines = true\n[model]") + f"[lora]\n{SHARES}")
+    assert read_run(path).run.share_engines

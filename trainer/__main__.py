@@ -142,6 +142,7 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         vocabulary(open_tokenizer(config.model.path))
         if config.data.policies or config.data.episodes_of
         else "",
+        config.run.share_engines,
     )
 
 

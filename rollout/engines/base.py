@@ -230,3 +230,8 @@ class Lends(Protocol):
         """The same engine as the borrower has it, until its `close`: so many requests at once at most, and its own weights. The loan is
         over when the engine is closed or forgets its run."""
         ...
+
+    def recall(self) -> None:
+        """The engine is about to be closed, or to forget its run: a borrower that closes its own need not wait until it has let go of
+        what that run has in it."""
+        ...

@@ -79,6 +79,7 @@ class SharedBatch:
         self._asking = 0  # faces that wait for tokens
         self._asked = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
+        self.recalled = False  # all of it is about to be closed or forgotten
         self.lender = LenderFace(self, self.new_face(0))
 
     def new_face(self, lane: int | None = None) -> _Face:
@@ -171,7 +172,8 @@ class SharedBatch:
             return
         self.abandon(face)
         face.fail(EngineError(_OVER))
-        await self.engine.drop(face.lane)
+        if not self.recalled:
+            await self.engine.drop(face.lane)
 
     async def end_loans(self) -> None:
         for face in [face for lane, face in self._faces.items() if lane]:
@@ -193,6 +195,9 @@ class LenderFace:
 
     def borrow(self, slots: int) -> Engine:
         return self._batch.borrow(slots)
+
+    def recall(self) -> None:
+        self._batch.recalled = True
 
     def info(self) -> EngineInfo:
         return self._engine.info()
@@ -239,9 +244,11 @@ class LenderFace:
 
     async def forget(self, run: str) -> None:
         await self._batch.stop()
+        self._batch.recalled = True
         await self._batch.end_loans()
         self._batch.abandon(self._face)
         await self._engine.forget(run)
+        self._batch.recalled = False
 
     async def close(self) -> None:
         await self._batch.stop()

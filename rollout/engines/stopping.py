@@ -295,3 +295,6 @@ class StoppingLender(Stopping):
 
     def borrow(self, slots: int) -> Engine:
         return Stopping(self._lends.borrow(slots))
+
+    def recall(self) -> None:
+        self._lends.recall()

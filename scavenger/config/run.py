@@ -980,6 +980,8 @@ class RunConfig(Section):
             )
         if self.run.nodes_per_engine > 1:
             self._spans_nodes()
+        if self.run.share_engines:
+            self._shares_engines()
         if self.algorithm.router_replay:
             self._replays()
         if self.engine.speculation != "none" and self.engine.name == "vllm":
@@ -1025,6 +1027,25 @@ class RunConfig(Section):
                 f"engine.vllm.pipeline_parallel_size = {stages} must divide the engine's {self.run.engine_gpus} GPUs "
                 f"(run.nodes_per_engine = {nodes} nodes of run.gpus_per_engine = {self.run.gpus_per_engine})"
             )
+
+    def _shares_engines(self) -> None:
+        """What one sample left must be found by no other, and weights are of all runs that share."""
+        needs = (
+            (
+                self.lora.rank > 0,
+                "lora.rank above 0: what runs share is the base, beside which each has its adapters",
+            ),
+            (self.lora.serve == "unmerged", 'lora.serve = "unmerged"'),
+            (self.run.isolation == "memory", 'run.isolation = "memory"'),
+            (self.run.nodes_per_engine == 1, "run.nodes_per_engine = 1"),
+            (self.engine.speculation == "none", 'engine.speculation = "none"'),
+            (not self.engine.move_kv, "engine.move_kv = false"),
+            (self.algorithm.kv == "recompute", 'algorithm.kv = "recompute"'),
+            (not self.algorithm.router_replay, "algorithm.router_replay = false"),
+        )
+        for met, what in needs:
+            if not met:
+                raise ValueError(f"run.share_engines = true needs {what}")
 
     def _speculates(self) -> None:
         """What vLLM does not do together with drafts, or was never seen to do."""

@@ -84,13 +84,15 @@ class Adapting(Llm):  # type: ignore[misc]  # of a module that is imported only 
     def __init__(self) -> None:
         super().__init__()
         self.numbers: list[int] = []
+        self.kept: list[list[int]] = []  # numbers that were to stay
 
     async def collective_rpc(self, name: str, timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
         if name != "scavenger_adapt":
             found: list[Any] = await super().collective_rpc(name, timeout, args)
             return found
         self.calls.append(name)
-        _, rows, scale, number = args
+        _, rows, scale, number, keep = args
+        self.kept.append(keep)
         assert scale == LORA.alpha / LORA.rank
         self.numbers.append(number)
         return [len(rows) - self.lacks]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     Kind = kinds.Kind
 KIND = kinds.Reference()
-SPEC = msgspec.structs.replace(KIND.spec(), adapter_rank=LORA.rank)
+SPEC = msgspec.structs.replace(KIND.spec(), adapter_rank=LORA.rank, shared=True)
 LONG = Sampling(max_tokens=100)
 
 
@@ -194,6 +194,31 @@ def test_nothing_of_a_borrower_is_left_when_its_loan_is_over_and_the_lender_goes
     play(scene)
 
 
+def test_an_engine_that_forgets_its_run_forgets_the_borrower_s_too() -> None:
+    hers, his = Run(1), Run(2)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        await guest.add(request(0, LONG))
+        assert isinstance(engine, Lends)
+        engine.recall()
+        await guest.close()
+        await engine.forget("theirs")
+        decoder = stage.raw._decoder
+        assert decoder._lanes is not None
+        assert (decoder._lanes.lanes(), decoder._rows, stage.raw.borrowers()) == ([], [], frozenset())
+        assert not any(tensor.any() for tensor in decoder._model.state_dict().values())
+        await engine.load(1, his.version)
+        same(KIND, await finish(engine, *some()), await alone(his.version, *some()))
+        again = borrowed(engine)
+        await again.load(1, hers.version)
+        same(KIND, await finish(again, *some()), await alone(hers.version, *some()))
+
+    play(scene)
+
+
 def test_a_borrower_of_another_base_is_refused_and_the_lender_goes_on() -> None:
     hers, his = Run(1), Run(2)
     with torch.no_grad():
@@ -312,9 +337,92 @@ def test_an_engine_that_one_run_s_samples_find_something_in_is_not_shared() -> N
     assert SPEC.shareable
     for change in (
         {"adapter_rank": 0},
+        {"shared": False},
         {"speculation": "group"},
         {"move_kv": True},
         {"keep_cache": True},
         {"routing": 2},
     ):
         assert not msgspec.structs.replace(SPEC, **change).shareable
+
+
+# ---------------------------------------------------------------- vLLM
+
+
+async def until_made(engine: Any, tokens: int) -> None:
+    while engine.progress() < tokens:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(900)
+def test_vllm_computes_two_runs_samples_in_one_batch_and_neither_s_load_disturbs_the_other() -> None:
+    from rollout.engines.vllm import engine as vllm
+
+    kind = kinds.Vllm()
+    runs = [Pulled(kind), Pulled(kind)]
+    greedy, longer = Sampling(24, temperature=0.0), Sampling(100, temperature=0.0)
+    spec = msgspec.structs.replace(kind.spec(), adapter_rank=LORA.rank, shared=True)
+
+    async def main() -> None:
+        raw: list[Any] = []
+
+        async def build(spec: Any, host: EngineHost) -> Engine:
+            raw.append(await vllm.build(spec, host))
+            return raw[0]  # type: ignore[no-any-return]
+
+        engine = await with_stops(build)(spec, EngineHost("hers"))
+        try:
+            for seed, run in enumerate(runs, 1):
+                run.step(seed)
+            hers, his = (run.version(2) for run in runs)
+            # What each has alone, in this engine.
+            expected = []
+            for version in (hers, his):
+                await engine.load(2, version)
+                expected.append(await finish(engine, *some(greedy), *(request(n, longer) for n in (4, 5))))
+            assert {d.token_ids for d in expected[0].values()}.isdisjoint(
+                {d.token_ids for d in expected[1].values()}
+            )
+            await engine.load(3, hers)
+            guest = borrowed(engine, 6)
+            await guest.load(2, his)
+            both = await asyncio.gather(
+                *(
+                    finish(face, *some(greedy), *(request(n, longer) for n in (4, 5)))
+                    for face in (engine, guest)
+                )
+            )
+            for found, due in zip(both, expected, strict=True):
+                assert {h: d.token_ids for h, d in found.items()} == {h: d.token_ids for h, d in due.items()}
+                for handle, delta in found.items():
+                    assert delta.raw_logprobs == pytest.approx(due[handle].raw_logprobs, abs=1e-4)
+            # In mid-sample of one, the other loads.
+            for one, other, due in ((engine, guest, expected[0]), (guest, engine, expected[1])):
+                made = raw[0].progress()
+                going = asyncio.create_task(finish(one, request(4, longer)))
+                await until_made(raw[0], made + 3)
+                await other.load(4, his if other is guest else hers)
+                assert (await going)[4].token_ids == due[4].token_ids
+            going = asyncio.create_task(finish(engine, request(4, longer)))
+            await guest.add(request(5, longer))
+            await until_made(raw[0], raw[0].progress() + 3)
+            await guest.close()
+            assert (await going)[4].token_ids == expected[0][4].token_ids
+            with pytest.raises(EngineError, match="taken back"):
+                await guest.next()
+            changed = Pulled(kind)
+            changed.memory.view[3] ^= 1
+            changed.step(2)
+            with pytest.raises(EngineError, match="another base"):
+                await borrowed(engine).load(2, changed.version(2))
+            again = await finish(engine, *some(greedy))
+            assert {h: d.token_ids for h, d in again.items()} == {
+                n: expected[0][n].token_ids for n in range(4)
+            }
+        finally:
+            await engine.close()
+
+    kind.run(main())

@@ -35,7 +35,7 @@ M = TypeVar("M", bound=messages.Message)
 #: Slow enough for a busy machine: nothing here waits for a heartbeat or for a hello that goes unanswered.
 LIMITS = WorkerLimits(hello_s=30.0, backoff_s=0.02, drain_s=20.0, notice_s=20.0)
 BEAT_S = 5.0
-SHARED = structs.replace(SPEC, adapter_rank=2)
+SHARED = structs.replace(SPEC, adapter_rank=2, shared=True)
 INTENT = "scv-1"
 HERS, HIS = keys.generate("hers", INTENT), keys.generate("his", f"{messages.LENT_INTENT}{INTENT}")
 ORDER = messages.LendSlots(HIS.public, "his", 2, "samples of run his wait")
@@ -188,8 +188,11 @@ class Scene:
         self.daemon.tell(run, messages.GoodbyeAck())
         return goodbye
 
-    def close(self) -> None:
-        self.process.cancel()
+    async def close(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:  # the borrower too: nobody is left who hears its goodbye
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
         self.daemon.close()
         self.source.close()
 
@@ -205,7 +208,7 @@ def play(tmp_path: Path) -> Play:
             try:
                 await scene(stage)
             finally:
-                stage.close()
+                await stage.close()
 
         asyncio.run(main())
 
@@ -273,7 +276,8 @@ def test_where_the_lender_leaves_the_borrower_says_goodbye_with_all_its_tokens(
         assert (await stage.leaves("hers")).notice is (leaves == "notice")
         end = await asyncio.wait_for(stage.process, 30.0)
         assert end.code == (EXIT_PREEMPTED if leaves == "notice" else EXIT_DRAINED)
-        assert stage.engine.calls[-2:] == ["drop 1", "close"]
+        assert stage.engine.calls[-1] == "close"
+        assert "drop 1" not in stage.engine.calls, "nobody waits for an engine that is about to be closed"
 
     play(scene)
 

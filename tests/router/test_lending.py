@@ -170,11 +170,11 @@ def shares_of(*bodies: OpenRun, versions: bool = True) -> list[str]:
 
 def test_a_run_s_demand_says_with_whom_its_samples_may_be_in_one_batch() -> None:
     body = open_body()
-    spec = structs.replace(body.engine, adapter_rank=4, speculation="none", move_kv=False)
-    both = structs.replace(body, engine=spec, share_engines=True)
+    spec = structs.replace(body.engine, adapter_rank=4, speculation="none", move_kv=False, shared=True)
+    both = structs.replace(body, engine=spec)
     first, second = shares_of(both, both)
     assert first == second != ""
-    assert shares_of(both, structs.replace(both, share_engines=False)) == [first, ""]
+    assert shares_of(both, structs.replace(both, engine=structs.replace(spec, shared=False))) == [first, ""]
     assert shares_of(both, structs.replace(both, isolation="process")) == [first, ""]
     assert shares_of(both, structs.replace(both, engine=body.engine)) == [first, ""], "it merges"
     other = structs.replace(both, engine=structs.replace(spec, adapter_rank=8))

@@ -43,6 +43,8 @@ from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, HearSiblings
 NAME = "vllm"
 MAX_NEWS = 64  # messages with siblings' tokens that wait while vLLM's process does something else; then the oldest is dropped
 ASK_SPECULATED_S = 1.0  # between two questions to vLLM's process what speculation did
+OWN = 0  # the lane of the run whose engine it is
+BEHIND = 1 << 30  # priority of other runs' requests: those of the run whose engine it is come first
 CALL_S = 300.0  # what one call to all ranks may take
 _SEED_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
 _log = structlog.get_logger(__name__)
@@ -135,8 +137,15 @@ class PendingWeights(NamedTuple):
     digest: bytes
 
 
+class LentLane(NamedTuple):
+    """Another run's adapters. `name`: of this load, never that of another; `lora`: their number in vLLM, None: it has the base alone."""
+
+    name: str
+    lora: int | None
+
+
 class VllmEngine:
-    """`base.Engine` over an `AsyncLLM`."""
+    """`base.Engine` and `base.SharesBatch` over an `AsyncLLM`."""
 
     def __init__(
         self,
@@ -172,6 +181,8 @@ class VllmEngine:
         self._adapters: Sequence[Merged] = ()
         self._loras = 0  # adapters that were put in place so far
         self._lora: int | None = None  # the number of those that requests are computed with
+        self._lanes: dict[int, LentLane] = {}  # of other runs that have slots here
+        self._lane_of: dict[int, int] = {}  # handle -> its lane; none: the run's own
         self._wipes = 0
         self._usable = False
         self._asleep = False
@@ -245,7 +256,7 @@ class VllmEngine:
     # ------------------------------------------------------------ weights
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
-        await self._end_streams()
+        await self._end_streams(OWN if self._lanes else None)
         self._usable, self._pending = False, None
         own = list(tensors)
         views = published.checked(self._layout, own)
@@ -257,7 +268,7 @@ class VllmEngine:
         else:
             async with self._weights_lock:
                 found = await self._put_in(version, views, names)
-                if self._spec.keep_cache:
+                if self._spec.keep_cache or self._lanes:  # what is cached of older weights is found by nobody
                     await self._call(self._llm.resume_generation())
                 else:
                     await self._resume_with_clean_cache()
@@ -273,18 +284,32 @@ class VllmEngine:
             return await self._load_memory(version, views, names)
         base, adapters = merging.apart(views)
         if self._base is None or not merging.same_memory(self._base, base):
-            self._base = None  # until it is there whole
-            self._base_digest = await self._load_memory(version, base, names)
+            if self._lanes and not await self._holds(base, names):
+                await self._end_streams()  # they are computed with the base that is about to go
+                self._lanes.clear()
+            if not self._lanes:
+                self._base = None  # until it is there whole
+                self._base_digest = await self._load_memory(version, base, names)
             self._base = base
         await self._pause_to_load()
         await self._adapt(version, adapters)
         return b"" if adapters else self._base_digest
 
+    async def _holds(self, base: Sequence[Weight], names: Mapping[str, str]) -> bool:
+        """Whether just this base is in place."""
+        if self._base is None:
+            return False
+        return bool(await self._in_thread(merging.digest, base, names) == self._base_digest)
+
     async def _adapt(self, version: int, adapters: Sequence[Merged]) -> None:
         self._version, self._adapters = version, adapters
         self._lora = None
+        self._lora = await self._beside_base(version, adapters)
+
+    async def _beside_base(self, version: int, adapters: Sequence[Merged]) -> int | None:
+        """Put adapters beside the base; those that no lane has any more go. Returns their number; None where there are none."""
         if not adapters:
-            return
+            return None
         self._loras += 1  # never that of a version before: requests name it
         parts = [part for one in adapters for part in one.parts[1:]]
         with await self._in_thread(MemoryFiles, parts) as memory:
@@ -292,14 +317,24 @@ class VllmEngine:
             layers = [one.name.removesuffix(".weight") for one in adapters]
             given = list(zip(layers, rows[::2], rows[1::2], strict=True))
             call = self._llm.collective_rpc(
-                "scavenger_adapt", CALL_S, (memory.paths, given, adapters[0].scale, self._loras)
+                "scavenger_adapt",
+                CALL_S,
+                (memory.paths, given, adapters[0].scale, self._loras, self._numbers()),
             )
             taken = sum(await self._call(call))
         ranks = self._host.gpus // self._stages
         if taken != len(layers) * ranks:
             cause = f"version {version} has adapters for {len(layers)} layers, and vLLM has a place for {taken / ranks:g} of them"
             raise EngineError(cause, 'set lora.serve = "merged"')
-        self._lora = self._loras
+        return self._loras
+
+    def _numbers(self) -> list[int]:
+        """Of adapters that requests may name."""
+        return [
+            number
+            for number in (self._lora, *(lane.lora for lane in self._lanes.values()))
+            if number is not None
+        ]
 
     async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
         """Pause, replace, verify."""
@@ -318,6 +353,9 @@ class VllmEngine:
         return checksum.digest({names[name]: value for name, value in sums.items()})
 
     async def _pause_to_load(self) -> None:
+        if self._lanes:  # other runs' requests go on behind it
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            return
         await self._call(self._llm.pause_generation(mode="abort", clear_cache=not self._spec.keep_cache))
 
     async def _resume_with_clean_cache(self) -> None:
@@ -357,6 +395,48 @@ class VllmEngine:
             parameters=len(replies[0].held),
             read_nbytes=[reply.read_nbytes for reply in replies],
         )
+
+    # ------------------------------------------------------------ other runs' adapters
+
+    def borrowers(self) -> frozenset[int]:
+        return frozenset(self._lanes)
+
+    async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        await self._end_streams(lane)
+        self._lanes.pop(lane, None)
+        own = list(tensors)
+        views, names = published.checked(self._layout, own), published.names(self._layout, own)
+        base, adapters = merging.apart(views)
+        async with self._weights_lock:
+            if self._asleep or not await self._holds(base, names):
+                raise EngineError(
+                    "the run that borrows slots has another base than the run whose engine this is",
+                    "only runs of one base model share an engine",
+                )
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            number = await self._beside_base(lane, adapters)
+            self._serial += 1
+            self._lanes[lane] = LentLane(f"lent-{self._serial}", number)
+            await self._call(self._llm.resume_generation())
+
+    async def add_beside(self, lane: int, request: Request) -> None:
+        if lane not in self._lanes:
+            raise EngineError("the engine holds no weights")
+        self._lane_of[request.handle] = lane
+        try:
+            await self._begin(request, None)
+        except BaseException:
+            self._lane_of.pop(request.handle, None)
+            raise
+
+    async def drop(self, lane: int) -> None:
+        await self._end_streams(lane)
+        if self._lanes.pop(lane, None) is None or self._fault is not None:
+            return
+        async with self._weights_lock:
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._call(self._llm.collective_rpc("scavenger_drop_adapters", CALL_S, (self._numbers(),)))
+            await self._resume_with_clean_cache()
 
     # ------------------------------------------------------------ requests
 
@@ -423,6 +503,7 @@ class VllmEngine:
         gone = set(handles)
         for handle in gone & self._streams.keys():
             self._streams.pop(handle).cancel()
+            self._lane_of.pop(handle, None)
         self._ready = [delta for delta in self._ready if delta.handle not in gone]
         if not self._ready and self._fault is None:
             self._work.clear()
@@ -447,13 +528,16 @@ class VllmEngine:
             prompt_token_ids=[*request.prompt, *request.accepted], cache_salt=self._salt(request)
         )
         with_adapters: Any = None
-        if self._lora is not None:
+        lane = self._lanes.get(self._lane_of.get(request.handle, OWN))
+        lora, of = (self._lora, f"version-{self._version}") if lane is None else (lane.lora, lane.name)
+        if lora is not None:
             from vllm.lora.request import LoRARequest
 
-            with_adapters = LoRARequest(f"version-{self._version}", self._lora, "memory")
+            with_adapters = LoRARequest(of, lora, "memory")
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # A sample that was moved goes first, and of several the one that has the most to lose.
-        made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=-position)
+        first = -position if lane is None else BEHIND - position
+        made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=first)
         async for output in made:
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
@@ -478,7 +562,9 @@ class VllmEngine:
 
     def _salt(self, request: Request) -> str:
         """Names entries of the prefix cache: those of this version, or of samples that were begun with a version, whatever made them. In
-        another history of the ledger the same numbers are other weights."""
+        another history of the ledger the same numbers are other weights; those of another run have a name that no one else has."""
+        if (lane := self._lanes.get(self._lane_of.get(request.handle, OWN))) is not None:
+            return lane.name
         where = f"{self._host.run}/{request.history}"
         begun = request.begun_version
         return f"{where}/{self._version}" if begun < 0 else f"{where}/begun/{begun}"
@@ -513,6 +599,7 @@ class VllmEngine:
     def _ended(self, handle: int, task: asyncio.Task[None]) -> None:
         if self._streams.get(handle) is task:
             del self._streams[handle]
+            self._lane_of.pop(handle, None)
         self._texts.pop(handle, None)
         if (fd := self._brought.pop(handle, None)) is not None and not task.cancelled():
             os.close(fd)
@@ -534,11 +621,17 @@ class VllmEngine:
         finally:
             os.close(fd)
 
-    async def _end_streams(self) -> None:
-        streams = list(self._streams.values())
-        await self.abort(list(self._streams))
-        await asyncio.gather(*streams, return_exceptions=True)
-        self._ready.clear()
+    async def _end_streams(self, lane: int | None = None) -> None:
+        """Of this lane; None: of all. Tokens of a lane's requests that have ended may still be fetched."""
+        streams = {
+            handle: stream
+            for handle, stream in self._streams.items()
+            if lane is None or self._lane_of.get(handle, OWN) == lane
+        }
+        await self.abort(streams)
+        await asyncio.gather(*streams.values(), return_exceptions=True)
+        if lane is None:
+            self._ready.clear()
 
     # ------------------------------------------------------------ sleep, life and death
 
@@ -618,6 +711,8 @@ class VllmEngine:
         self._host = replace(self._host, run=run)  # it is in the names of cached prefixes
         self._version, self._held = -1, []
         self._base, self._base_digest, self._adapters, self._lora = None, b"", (), None
+        self._lanes.clear()
+        self._lane_of.clear()
         self._ready, self._made, self._speculated = [], 0, NOT_SPECULATED
         self._work.clear()
         self._routes = {}

@@ -178,7 +178,8 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
                 f"vLLM keeps no adapters of rank {spec.adapter_rank} beside their base",
                 'set lora.serve = "merged"',
             )
-        chosen |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+        runs = 2 if spec.shareable else 1  # that have adapters beside the base
+        chosen |= {"enable_lora": True, "max_loras": runs, "max_cpu_loras": runs, "max_lora_rank": rank}
     spread = host.nodes.arguments() if host.nodes is not None else {}
     if spread and host.gpus % spread["nnodes"]:
         raise EngineError(f"{host.gpus} GPUs do not lie equally on the engine's {spread['nnodes']} nodes")

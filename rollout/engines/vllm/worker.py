@@ -248,15 +248,20 @@ class Extension:
             self._replace(model, zeros(), past)
 
     def scavenger_adapt(
-        self, paths: Sequence[str], adapters: Sequence[AdapterRow], scale: float, number: int
+        self,
+        paths: Sequence[str],
+        adapters: Sequence[AdapterRow],
+        scale: float,
+        number: int,
+        keep: Sequence[int] = (),
     ) -> int:
-        """Put adapters from memory files in place of those that there are, under the number by which requests name them. The base is not
-        touched. Returns how many layers got one."""
+        """Put adapters from memory files in place of those that there are, but for the numbers in `keep`, under the number by which
+        requests name them. The base is not touched. Returns how many layers got one."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         manager = self.model_runner.lora_manager._adapter_manager
-        manager.remove_all_adapters()
+        _remove_others(manager, keep)
         files = [mapped(path) for path in paths]
         dtype = manager.lora_config.lora_dtype
         loras = {}
@@ -268,6 +273,15 @@ class Extension:
         manager.add_adapter(LoRAModel(number, max(lora.rank for lora in loras.values()), loras))
         manager.activate_adapter(number)
         return _adapted(manager, [layer for layer, _, _ in adapters])
+
+    def scavenger_drop_adapters(self, keep: Sequence[int]) -> None:
+        """Forget all adapters but those, and overwrite their places with zeros."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        _remove_others(manager, keep)
+        for slot, number in enumerate(manager.lora_index_to_id):
+            if number is None:
+                for module in manager.modules.values():
+                    module.reset_lora(slot)
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
@@ -595,6 +609,12 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for parent, name, child in wrapped:
             parent._modules[name] = child
+
+
+def _remove_others(manager: Any, keep: Sequence[int]) -> None:
+    """Adapters that no request names any more."""
+    for number in set(manager.list_adapters()) - set(keep):
+        manager.remove_adapter(number)
 
 
 def _adapted(manager: Any, layers: Sequence[str]) -> int:

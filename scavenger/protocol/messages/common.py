@@ -121,13 +121,14 @@ class EngineSpec(MessagePart, frozen=True):
     )
     #: Digest of the tokens by their ids, of runs that share episodes: one's tokens are the other's prompts. "" = not known.
     vocabulary: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    shared: bool = False  # the run allows samples of others in one batch with its own (`run.share_engines`)
 
     @property
     def shareable(self) -> bool:
-        """Whether samples of another run may be in one batch with this run's: adapters lie beside their base, and nothing that one sample
-        left is found by another."""
+        """Whether samples of another run may be in one batch with this run's: it allows it, adapters lie beside their base, and nothing
+        that one sample left is found by another."""
         finds = self.speculation != "none" or self.move_kv or self.keep_cache or bool(self.routing)
-        return self.adapter_rank > 0 and not finds
+        return self.shared and self.adapter_rank > 0 and not finds
 
 
 class WeightSource(MessagePart, frozen=True):

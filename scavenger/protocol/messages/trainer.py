@@ -112,9 +112,6 @@ class OpenRun(Message, frozen=True):
     budget_turns: Count = 0
     budget_tokens: Count = 0
     budget_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
-    share_engines: bool = (
-        False  # its samples may be in one batch with other runs', in their engines and in its own
-    )
 
 
 class Attach(Message, frozen=True):

@@ -397,7 +397,7 @@ def _hands_of(run: ActiveRun) -> str:
 def _shares_of(run: ActiveRun) -> str:
     """As `Demand.shares`. What is named is the base's root hash too: equal ones are equal weights."""
     built, versions = _hands_of(run), run.weights.versions
-    if not (run.settings.share_engines and run.engine.shareable and built and versions):
+    if not (run.engine.shareable and built and versions):
         return ""
     newest = versions[max(versions)]
     return f"{built}/{(newest.base or newest.root).hex()}"

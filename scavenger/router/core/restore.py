@@ -265,7 +265,6 @@ def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
         section.get("steps") == 0,
         str(section.get("isolation", "memory")),
         budget_of(config),
-        bool(section.get("share_engines", False)),
     )
     run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,

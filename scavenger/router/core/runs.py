@@ -271,7 +271,6 @@ def _open(
         body.serves_only,
         body.isolation,
         EpisodeBudget(body.budget_turns, body.budget_tokens, body.budget_s),
-        body.share_engines,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()

@@ -598,7 +598,6 @@ class RunSettings:
     serves_only: bool = False  # it takes no steps
     isolation: str = "memory"  # "memory" | "process"; the latter: no process works for it and for another run
     budget: EpisodeBudget = EpisodeBudget()  # of each of its episodes
-    share_engines: bool = False  # its samples may be in one batch with other runs'
 
 
 @dataclass(slots=True)
