@@ -136,7 +136,7 @@ def test_never_more_than_half_of_a_batch_is_lent() -> None:
 IT = of_run(1).intent_id
 
 
-def lending(since: float = NOW - 60, held: tuple[int, float] | None = (2, NOW - 50)) -> LendingRules:
+def lending(since: float = NOW - 100, held: tuple[int, float] | None = (2, NOW - 50)) -> LendingRules:
     return LendingRules(
         SLOTS, {IT: Loan(2, "run2", SLOTS, since)}, held={lent(IT): held} if held is not None else {}
     )
@@ -151,6 +151,7 @@ def lending(since: float = NOW - 60, held: tuple[int, float] | None = (2, NOW - 
         ([run(1), run(2, shares="")], lending(), "no longer shares engines", False),
         ([run(1), run(2)], lending(held=(0, NOW - HOLD_S)), "has had no sample in the slots", False),
         ([run(1), run(2, queued=5)], lending(NOW - REGISTERS_S, None), "no engine of run run2 is in", True),
+        ([run(1), run(2, queued=5)], replace(lending(), slots=0), "harvest.lend_slots is 0", False),
     ],
 )
 def test_when_a_loan_ends(

@@ -26,8 +26,8 @@ from scavenger.protocol.messages import LENT_INTENT
 
 #: A borrower that is not there so long after the order does not come any more.
 REGISTERS_S = 120.0
-#: A loan ends no sooner for want of samples: between two steps none waits for a moment.
-HOLD_S = 10.0
+#: A loan ends no sooner for want of samples: while the borrower trains it may have none, and the next loan would pull its base again.
+HOLD_S = 60.0
 #: After its end the key of a borrower is let in for so long: it says goodbye.
 LEAVES_S = 10.0
 #: What came to nothing is not tried again sooner.
@@ -46,10 +46,10 @@ def decide_loans(
     for intent_id, loan in sorted(rules.loans.items()):
         if loan.ended_at or (job := jobs.get(intent_id)) is None:
             continue  # the loan ends with the engine
-        if why := _over(
-            loan, wants.get(job.run_id), wants.get(loan.run_id), rules.held.get(lent(intent_id)), now
-        ):
-            found.append(EndLoan(intent_id, why, lent(intent_id) not in rules.held))
+        held = rules.held.get(lent(intent_id))
+        why = "harvest.lend_slots is 0" if rules.slots <= 0 else ""
+        if why := why or _over(loan, wants.get(job.run_id), wants.get(loan.run_id), held, now):
+            found.append(EndLoan(intent_id, why, held is None))
     if rules.slots <= 0:
         return found
     served = Counter(loan.run_id for loan in rules.loans.values() if not loan.ended_at)
