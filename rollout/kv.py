@@ -1,7 +1,9 @@
 """The KV blocks of samples that left this engine: kept in host memory, given to the engines that go on with them, and fetched there.
 
-    the engine is told to give a sample back  --keep-->  `KvShelf` (this process's host memory, `MOST_NBYTES`)
+    the engine is told to give a sample back,
+    or has finished an agent's turn           --keep-->  `KvShelf` (this process's host memory, `MOST_NBYTES`)
     the next engine                           --fetch--> header, then chunks, over CURVE as encrypted weights go; or from its own shelf
+    a shelf of an engine that leaves          --fetch--> another engine's shelf, where the turn that goes on will find them
 
 Owns the shelf, its server and the reader; `KvMover` is what a worker has of it. Every byte is checked against the header, and the header
 against what the reader's own lease, engine and weights say (`protocol.kv`). Whatever does not come, comes late or differs raises
@@ -18,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -28,7 +30,7 @@ from scavenger.errors import ScavengerError, WeightsError, WireError
 from scavenger.protocol import kv, messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.protocol.kv import MOST_NBYTES, KvBinding, KvHeader
-from scavenger.protocol.worker.events import KeepKv, KvLoaded, KvTaken, Request
+from scavenger.protocol.worker.events import KeepKv, KeepOtherKv, KvLoaded, KvTaken, Request, TurnKvKept
 from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
 from scavenger.weights.protocol import AvailableChunks, ChunkPart, Get, Have, NoSuch, SourceRequest
@@ -52,10 +54,15 @@ class _Kept:
     header: KvHeader | None = None  # None: the engine is still giving it out
     frame: bytes = b""
     data: memoryview | None = None
+    of_turn: bool = (
+        False  # several turns may go on from it: it stays when it is taken, until its process leaves
+    )
+    awaited: bool = False  # another worker was told to fetch it before this one leaves
 
 
 class KvShelf:
-    """What this process keeps, by number. Thread-safe: the server's thread reads it."""
+    """What this process keeps, by number. Thread-safe: the server's thread reads it. Turns' blocks make room first, the oldest before all:
+    a sample that moves is sure to want its own."""
 
     def __init__(self, most_nbytes: int = MOST_NBYTES) -> None:
         self.stats = SourceStats()
@@ -63,21 +70,31 @@ class KvShelf:
         self._most = most_nbytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._lock = threading.Lock()
+        self._leaves = False
         self._on_taken: Callable[[], None] = lambda: None
 
     def when_taken(self, call: Callable[[], None]) -> None:
         """`call` is called, from the server's thread, each time that a reader has all of something."""
         self._on_taken = call
 
-    def expect(self, number: int, nbytes: int) -> bool:
+    def expect(self, number: int, nbytes: int, *, of_turn: bool = False) -> bool:
         """Something of this size is about to come: readers are told to ask again. False: it is too large to be kept."""
         with self._lock:
             if nbytes > self._most:
                 return False
-            self._kept[number] = _Kept(nbytes)
+            self._kept[number] = _Kept(nbytes, of_turn=of_turn)
             while sum(one.nbytes for one in self._kept.values()) > self._most:
-                self._kept.popitem(last=False)
+                turns = (other for other, one in self._kept.items() if one.of_turn)
+                del self._kept[next(turns, next(iter(self._kept)))]
             return number in self._kept
+
+    def leave(self, wanted: Iterable[int]) -> None:
+        """This process leaves: what is taken goes. Of turns' blocks those of `wanted` are waited for."""
+        with self._lock:
+            self._leaves = True
+            for number in wanted:
+                if number in self._kept:
+                    self._kept[number].awaited = True
 
     def put(self, number: int, binding: KvBinding, data: memoryview) -> None:
         """It is here. Hashes every byte; nothing happens where it was let go meanwhile."""
@@ -102,9 +119,9 @@ class KvShelf:
             return sum(one.nbytes for one in self._kept.values())
 
     def wanted(self) -> int:
-        """How many that are kept nobody has taken."""
+        """How many that are kept somebody is to take, and nobody has taken."""
         with self._lock:
-            return len(self._kept)
+            return sum(one.awaited or not one.of_turn for one in self._kept.values())
 
     def own(self, number: int) -> tuple[KvHeader, memoryview] | None:
         """For this process's own engine; None: not here, or not yet. It is taken."""
@@ -112,8 +129,12 @@ class KvShelf:
             kept = self._kept.get(number)
             if kept is None or kept.header is None or kept.data is None:
                 return None
-            del self._kept[number]
+            self._take(number, kept)
             return kept.header, kept.data
+
+    def _take(self, number: int, kept: _Kept) -> None:
+        if self._leaves or not kept.of_turn:
+            del self._kept[number]
 
     def has(self, number: int) -> bool:
         """Whether it is here or on its way."""
@@ -129,7 +150,7 @@ class KvShelf:
                 self.stats.refused += 1
                 return NoSuch(request.version, chunk, "no such blocks are kept here under this token"), None
             if isinstance(request, Have):
-                del self._kept[request.version]
+                self._take(request.version, kept)
             elif kept.header is None:
                 return NoSuch(request.version, chunk, "the blocks are not here yet", absent=True), None
         if isinstance(request, Have):
@@ -160,25 +181,25 @@ class KvServer:
 
 def fetch(
     order: messages.KvSource,
-    expected: KvBinding,
-    nbytes: int,
+    fault_of: Callable[[KvHeader], str],
     keypair: KeyPair,
     *,
     cancelled: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
-) -> memoryview:
-    """The blocks that an order names, verified to be `expected`, `nbytes` bytes. Takes `order.within_s` at most: call it in a thread.
+) -> tuple[KvHeader, memoryview]:
+    """The blocks that an order names, each byte as their header says, in which `fault_of` finds none. Takes `order.within_s` at most:
+    call it in a thread.
 
     Raises `KvError` where they do not come in time, or are not just that.
     """
     reader = _Reader(order, keypair, clock() + order.within_s, cancelled, clock)
     try:
         header = reader.header()
-        if fault := kv.mismatch(header, expected, nbytes):
+        if fault := fault_of(header):
             raise KvError(fault)
         data = reader.chunks(header)
         reader.receipt()
-        return data
+        return header, data
     except (OSError, WireError, zmq.ZMQError) as error:
         raise KvError(f"the holder cannot be read: {error}") from error
     finally:
@@ -205,7 +226,7 @@ class KvMover:
     """The KV blocks of one worker's engine: those that it gives out, and those that its requests bring along. One event loop.
 
     `loaded` says, in the order of the engine's commands, which weights it has; blocks of others are let go of. `report` gets what came of
-    each request's blocks, `taken` how many samples' are left that nobody took.
+    each request's blocks, and of each turn's; `taken` how many samples' are left that nobody took.
     """
 
     def __init__(
@@ -216,7 +237,7 @@ class KvMover:
         keypair: KeyPair,
         address: str,
         *,
-        report: Callable[[KvLoaded], None],
+        report: Callable[[KvLoaded | TurnKvKept], None],
         taken: Callable[[KvTaken], None],
         on_fault: Callable[[WeightsError], None],
         clock: Callable[[], float],
@@ -231,6 +252,7 @@ class KvMover:
         self._version, self._root = -1, b""
         self._fetching: dict[int, threading.Event] = {}  # handle -> set when its lease is over
         self._shelving: set[asyncio.Task[None]] = set()
+        self._closed = threading.Event()
         loop = asyncio.get_running_loop()
         self.shelf = KvShelf(most_nbytes)
         self.shelf.when_taken(lambda: _soon(loop, self._say_taken))
@@ -250,46 +272,98 @@ class KvMover:
         """Whether a running request's blocks can be kept. Then readers who come before they are copied out wait: `keep` follows, and many
         samples that leave at once have their turn there."""
         count = self._engine.kv_tokens(order.tokens)
-        return count > 0 and self.shelf.expect(order.handle, count * self._engine.kv_token_nbytes())
+        nbytes = count * self._engine.kv_token_nbytes()
+        return count > 0 and self.shelf.expect(order.handle, nbytes, of_turn=order.of_turn)
 
     async def keep(self, order: KeepKv) -> None:
         """Copy out of the engine the blocks of a request that is expected; they are hashed while that goes on."""
-        if not self.shelf.has(order.handle):
+        if not self.shelf.has(order.handle) and not order.of_turn:
             return
+        # Of a turn the engine lets go when they are taken, wanted still or not.
         found = await self._engine.take_kv(order.handle, order.tokens)
         if found is None:
             self.shelf.drop(order.handle)
             self._say_taken()
+            self._not_kept(order, "the engine has not all of them")
             return
         binding = self._binding(order.history, found.tokens)
-        task = asyncio.create_task(asyncio.to_thread(self.shelf.put, order.handle, binding, found.data))
+        self._in_background(self._shelve(order, binding, found.data))
+
+    def _in_background(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
         self._shelving.add(task)
         task.add_done_callback(self._shelving.discard)
 
-    def _binding(self, history: str, tokens: Sequence[int]) -> KvBinding:
-        return KvBinding(
-            self._run,
-            history,
-            self._version,
-            self._root,
-            self._model,
-            self._engine.kv_layout(),
-            len(tokens),
-            kv.digest_of(tokens),
+    async def _shelve(self, order: KeepKv, binding: KvBinding, data: memoryview) -> None:
+        began = self._clock()
+        await asyncio.to_thread(self.shelf.put, order.handle, binding, data)
+        if not self.shelf.has(order.handle):
+            self._not_kept(order, "they made room for others")
+        elif order.of_turn:
+            self._report(TurnKvKept(order.handle, data.nbytes, self._clock() - began))
+
+    def _not_kept(self, order: KeepKv, fault: str) -> None:
+        if order.of_turn:
+            self._report(TurnKvKept(order.handle, 0, 0.0, fault))
+
+    def keep_other(self, order: KeepOtherKv) -> None:
+        """Fetch what another worker keeps of a turn, and keep it."""
+        self._in_background(self._keep_other(order))
+
+    async def _keep_other(self, order: KeepOtherKv) -> None:
+        count = self._engine.kv_tokens(order.order.tokens)
+        nbytes, began, fault = count * self._engine.kv_token_nbytes(), self._clock(), ""
+        own = self._binding_of(order.history, count, b"")
+        try:
+            if not count or not self.shelf.expect(order.handle, nbytes, of_turn=True):
+                raise KvError(f"{nbytes} bytes of {count} tokens are not kept here")
+            _, data = found = await asyncio.to_thread(self._fetch_other, order.order, own)
+            await asyncio.to_thread(self.shelf.put, order.handle, found[0].binding, data)
+            if (self._version, self._root) != (own.version, own.root) or not self.shelf.has(order.handle):
+                raise KvError("other weights were loaded, or they made room for others")
+        except KvError as error:
+            fault = error.cause
+            self.shelf.drop(order.handle)
+        self._report(TurnKvKept(order.handle, nbytes, self._clock() - began, fault))
+
+    def _fetch_other(self, order: messages.KvSource, own: KvBinding) -> tuple[KvHeader, memoryview]:
+        token_nbytes = self._engine.kv_token_nbytes()
+        return fetch(
+            order,
+            lambda header: kv.mismatch_of_other(header, own, token_nbytes),
+            self._keypair,
+            cancelled=self._closed.is_set,
+            clock=self._clock,
         )
 
+    def leave(self, wanted: Iterable[int]) -> None:
+        """This worker leaves; of what turns left, others were told to fetch `wanted`."""
+        self.shelf.leave(wanted)
+        self._say_taken()
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """No turn will want these."""
+        for number in numbers:
+            self.shelf.drop(number)
+
+    def _binding(self, history: str, tokens: Sequence[int]) -> KvBinding:
+        return self._binding_of(history, len(tokens), kv.digest_of(tokens))
+
+    def _binding_of(self, history: str, tokens: int, digest: bytes) -> KvBinding:
+        layout = self._engine.kv_layout()
+        return KvBinding(self._run, history, self._version, self._root, self._model, layout, tokens, digest)
+
     def begins(self, request: Request) -> bool:
-        """Whether the blocks that it names are all that this engine needs of them, and there is memory for them. Then they are to be
-        `fetched`, unless the lease ends."""
-        cached = len(request.prompt) + len(request.accepted) - 1
+        """Whether the blocks that it names are of its first tokens, and there is memory for them. Then they are to be `fetched`, unless the
+        lease ends. The last token's are never needed: the next one is drawn from what it computes."""
         if (
             request.kv is None
             or request.begun_version not in (-1, self._version)
-            or request.kv.tokens != cached
-            or not self._engine.kv_tokens(cached)
+            or not 0 < request.kv.tokens < len(request.prompt) + len(request.accepted)
+            or not self._engine.kv_tokens(request.kv.tokens)
         ):
             return False
-        tokens = self._engine.kv_tokens(cached)
+        tokens = self._engine.kv_tokens(request.kv.tokens)
         nbytes, coming = tokens * self._engine.kv_token_nbytes(), sum(self._coming.values())
         if nbytes + coming > self._most:
             fault = f"{nbytes} bytes beside {coming} that come already are over the limit of {self._most}"
@@ -304,7 +378,7 @@ class KvMover:
         assert request.kv is not None
         began, over = self._clock(), self._fetching[request.handle]
         text = request.prompt + request.accepted
-        tokens = text[: self._engine.kv_tokens(len(text) - 1)]
+        tokens = text[: self._engine.kv_tokens(request.kv.tokens)]
         nbytes = len(tokens) * self._engine.kv_token_nbytes()
         fault, data = "", None
         try:
@@ -326,7 +400,14 @@ class KvMover:
         expected = self._binding(request.history, tokens)
         if order.source.server_key == self.source.server_key:
             return checked(self.shelf.own(order.number), expected, nbytes)
-        return fetch(order, expected, nbytes, self._keypair, cancelled=over.is_set, clock=self._clock)
+        _, data = fetch(
+            order,
+            lambda header: kv.mismatch(header, expected, nbytes),
+            self._keypair,
+            cancelled=over.is_set,
+            clock=self._clock,
+        )
+        return data
 
     def is_over(self, handle: int) -> bool:
         """Whether the lease ended while its blocks were on their way. Asked once, when they have come."""
@@ -350,6 +431,7 @@ class KvMover:
             self._coming.pop(handle, None)
 
     def close(self) -> None:
+        self._closed.set()
         self.forget(list(self._fetching))
         self._server.close()
 

@@ -52,12 +52,15 @@ from scavenger.protocol.worker.events import (
     Built,
     Connect,
     Connected,
+    DropTurnKv,
     EndWorker,
     EngineCrashed,
     Generated,
     HearSiblings,
     KeepKv,
+    KeepOtherKv,
     KeyRefused,
+    LeaveKv,
     Lend,
     Loaded,
     LoadFailed,
@@ -73,6 +76,7 @@ from scavenger.protocol.worker.events import (
     SleepEngine,
     Slept,
     Terminate,
+    TurnKvKept,
     Unreachable,
     WakeEngine,
     Woken,
@@ -467,6 +471,12 @@ class RolloutWorker:
         elif isinstance(action, KeepKv):
             if self._kv is not None and self._kv.expects(action):
                 self._commands.put_nowait(action)
+            elif action.of_turn:
+                self._commands.put_nowait(Abort((action.handle,)))  # the engine need not have them for longer
+                self._inbox.put_nowait(TurnKvKept(action.handle, 0, 0.0, "there is no room for them"))
+        elif isinstance(action, KeepOtherKv | DropTurnKv | LeaveKv):
+            if self._kv is not None:
+                _move_turns(self._kv, action)
         elif isinstance(action, MoreHolders):
             self._store.offer(action.weights)
         elif isinstance(action, LogNote):
@@ -740,6 +750,15 @@ class RolloutWorker:
                 version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged, pulled.chosen
             )
         )
+
+
+def _move_turns(mover: KvMover, action: KeepOtherKv | DropTurnKv | LeaveKv) -> None:
+    if isinstance(action, KeepOtherKv):
+        mover.keep_other(action)
+    elif isinstance(action, DropTurnKv):
+        mover.drop(action.numbers)
+    else:
+        mover.leave(action.wanted)
 
 
 async def _put_in(engine: Engine, pulled: Pulled) -> bytes:

@@ -187,8 +187,8 @@ class MovesKv(Protocol):
         ...
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
-        """The blocks of a request's first `kv_tokens(tokens)` tokens, copied out. None: it has not so many of them, or the request is
-        over."""
+        """The blocks of a request's first `kv_tokens(tokens)` tokens, copied out; of one that is finished and `leaves_kv` once, until it is
+        aborted. None: it has not so many of them, or the request is over."""
         ...
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:

@@ -134,6 +134,9 @@ class Decoder:
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
         self._with_kv: dict[int, Kv] = {}  # of requests that wait, by handle
+        self._left: dict[
+            int, Kv
+        ] = {}  # of requests that are finished and leave them, by handle, until they are taken
         self._clock = clock
         self._spec = spec
         self._speculator = self._new_speculator()
@@ -303,7 +306,7 @@ class Decoder:
         if self._speculator is not None:
             for row in self._rows:
                 self._speculator.leave(row.request.handle)
-        self._rows, self._waiting, self._with_kv, self._lane_of = [], [], {}, {}
+        self._rows, self._waiting, self._with_kv, self._lane_of, self._left = [], [], {}, {}, {}
         self._cache = self._new_cache()
 
     @torch.inference_mode()
@@ -364,13 +367,31 @@ class Decoder:
 
     @torch.inference_mode()
     def take_kv(self, handle: int, tokens: int) -> Kv | None:
-        """The entries of a running request's first tokens, as bytes; None where it has not so many, or does not run."""
+        """The entries of a running request's first tokens, as bytes, or those that a finished one left; None where it has not so many."""
+        left = self._left.pop(handle, None)
+        if left is not None:
+            return left if len(left.tokens) == tokens else None
         for slot, row in enumerate(self._rows):
             if row.request.handle == handle and row.cached >= tokens:
-                entries = self._cache.entries(slot, tokens)
-                data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in entries])
-                return Kv(row.text[:tokens], memoryview(data.cpu().numpy().tobytes()))
+                return self._copied_out(slot, tokens)
         return None
+
+    def _copied_out(self, slot: int, tokens: int) -> Kv:
+        entries = self._cache.entries(slot, tokens)
+        data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in entries])
+        return Kv(self._rows[slot].text[:tokens], memoryview(data.cpu().numpy().tobytes()))
+
+    def _leave_kv(self, finished: Sequence[Delta]) -> None:
+        """Before the rows of these are freed: what turns behind them go on from."""
+        over = {delta.handle for delta in finished if delta.finish is not None}
+        for slot, row in enumerate(self._rows):
+            if row.request.leaves_kv and row.request.handle in over:
+                self._left[row.request.handle] = self._copied_out(slot, row.cached)
+
+    def drop_left(self, handles: Iterable[int]) -> None:
+        """Nobody takes what these left."""
+        for handle in handles:
+            self._left.pop(handle, None)
 
     def _entries_of(self, kv: Kv) -> list[Tensor] | None:
         """The inverse; None where its bytes are not of this cache's shape."""
@@ -382,14 +403,16 @@ class Decoder:
         return list(whole.reshape(2 * layers, heads, len(kv.tokens), width).to(self._device))
 
     def _admit_with_kv(self) -> None:
-        """Waiting requests whose entries came along take free slots and decode in this pass. What does not fit is prefilled."""
+        """Waiting requests whose first entries came along take free slots and decode in this pass, those between computed before. What does
+        not fit is prefilled."""
         for request in list(self._waiting):
             kv = self._with_kv.get(request.handle)
             if kv is None or len(self._rows) >= self._max_batch:
                 continue
             del self._with_kv[request.handle]
             text = request.prompt + request.accepted
-            entries = self._entries_of(kv) if kv.tokens == text[:-1] else None
+            fits = 0 < len(kv.tokens) < len(text) and kv.tokens == text[: len(kv.tokens)]
+            entries = self._entries_of(kv) if fits else None
             if entries is None:
                 continue
             self._cache.put(len(self._rows), entries)
@@ -399,11 +422,24 @@ class Decoder:
                 Draws(request.seed, request.key),
                 frozenset(request.sampling.stop_token_ids),
                 self._lane_of.pop(request.handle, lanes.OWN),
-                len(kv.tokens),
+                len(text) - 1,
                 text[-1],
             )
+            self._compute_behind(row, len(self._rows), text[:-1], len(kv.tokens))
             self._rows.append(row)
             self._enter(row)
+
+    def _compute_behind(self, row: _Row, slot: int, text: tuple[int, ...], cached: int) -> None:
+        """The entries of a row's slot that has the first `cached` ones of its text."""
+        while cached < len(text):
+            # As many as keep the pass no larger than a prefill's: each attends to all before it.
+            width = min(len(text) - cached, max(1, MAX_PREFILL_TOKENS**2 // len(text)), MAX_PREFILL_TOKENS)
+            places = torch.arange(cached, cached + width, device=self._device)[None]
+            span = cached + width
+            self._cache.decode(places, span, slot)
+            mask = (torch.arange(span, device=self._device)[None, None, :] <= places[:, :, None])[:, None]
+            self._forward([row], torch.tensor([text[cached:span]], device=self._device), places, mask)
+            cached = span
 
     @torch.inference_mode()
     def step(
@@ -427,11 +463,13 @@ class Decoder:
         for handle in gone:
             self._with_kv.pop(handle, None)
             self._lane_of.pop(handle, None)
+            self._left.pop(handle, None)  # it was finished in the pass during which it was cancelled
         self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
         self._admit_with_kv()
         running = len(self._rows)
         deltas, ended = self._decode() if running else ([], [])
         fresh, over = self._prefill(running)
+        self._leave_kv([*deltas, *fresh])
         self._release([*ended, *over])
         return [*deltas, *fresh]
 

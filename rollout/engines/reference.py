@@ -71,6 +71,8 @@ class ReferenceEngine:
         self._beat_s = 1.0 / spec.pace if spec.pace > 0 else 0.0
         self._next_beat = 0.0
         self._live: dict[int, int] = {}  # handle -> its lane
+        #: That run and leave their KV blocks, or are finished and have left them.
+        self._leaves: set[int] = set()
         self._joining: list[Request] = []
         self._joining_kv: dict[int, Kv] = {}
         self._cancelled: list[int] = []
@@ -124,6 +126,8 @@ class ReferenceEngine:
     def _join(self, request: Request, lane: int) -> None:
         refuse_impossible(request, self._spec.context_length, self._decoder.vocab_size)
         self._live[request.handle] = lane
+        if request.leaves_kv:
+            self._leaves.add(request.handle)
         self._joining.append(request)
         self._work.set()
 
@@ -138,8 +142,9 @@ class ReferenceEngine:
         return 2 * layers * heads * width * DTYPES[self._spec.dtype].itemsize
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
-        if handle not in self._live:
+        if handle not in self._live and handle not in self._leaves:
             return None
+        self._leaves.discard(handle)
         return await self._compute(self._decoder.take_kv, handle, tokens)
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
@@ -147,11 +152,16 @@ class ReferenceEngine:
         self._joining_kv[request.handle] = kv
 
     async def abort(self, handles: Iterable[int]) -> None:
-        gone = [handle for handle in set(handles) if self._live.pop(handle, None) is not None]
+        handles = frozenset(handles)
+        gone = [handle for handle in handles if self._live.pop(handle, None) is not None]
+        left = (self._leaves & handles).difference(gone)
+        self._leaves -= handles
         self._joining = [r for r in self._joining if r.handle not in gone]
         self._cancelled += gone
         if not self._live:
             self._work.clear()
+        if left:
+            await self._compute(self._decoder.drop_left, left)
 
     async def next(self) -> list[Delta]:
         while True:
@@ -176,6 +186,7 @@ class ReferenceEngine:
             for delta in fresh:
                 if delta.finish or delta.error:
                     del self._live[delta.handle]
+            self._leaves.difference_update(d.handle for d in fresh if d.error)
             if not self._live:
                 self._work.clear()
             if fresh:
@@ -218,6 +229,7 @@ class ReferenceEngine:
     def _forget_all(self) -> None:
         self._cancelled += self._live
         self._live.clear()
+        self._leaves.clear()
         self._joining.clear()
         self._joining_kv.clear()
         self._work.clear()

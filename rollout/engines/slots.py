@@ -46,11 +46,11 @@ class SlotCache:
         self._grow(max(lengths))
         self._positions, self._first, self._lengths = None, first, lengths
 
-    def decode(self, positions: Tensor, span: int) -> None:
-        """The next pass puts entries into rows `0…n-1`, at `positions` `[n, entries]`, and attends to `span` entries."""
+    def decode(self, positions: Tensor, span: int, first: int = 0) -> None:
+        """The next pass puts entries into rows `first…`, at `positions` `[n, entries]`, and attends to `span` entries."""
         self._grow(span)
-        self._rows = torch.arange(len(positions), device=positions.device)[:, None]
-        self._positions, self._span = positions, span
+        self._rows = first + torch.arange(len(positions), device=positions.device)[:, None]
+        self._positions, self._span, self._first = positions, span, first
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any
@@ -63,10 +63,10 @@ class SlotCache:
             for store, new in ((self._keys[layer], keys), (self._values[layer], values)):
                 self._store_prompts(store, new)
             return keys, values
-        n = len(self._positions)
+        rows = slice(self._first, self._first + len(self._positions))
         self._keys[layer][self._rows, :, self._positions] = keys.transpose(1, 2)
         self._values[layer][self._rows, :, self._positions] = values.transpose(1, 2)
-        return self._keys[layer][:n, :, : self._span], self._values[layer][:n, :, : self._span]
+        return self._keys[layer][rows, :, : self._span], self._values[layer][rows, :, : self._span]
 
     def get_seq_length(self, _layer: int = 0) -> int:
         """Asked by models that were given no position ids; ours always are."""

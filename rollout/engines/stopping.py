@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -98,7 +98,7 @@ class Matcher:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._text = ""
         tail = accepted[-(4 * self._longest + 16) :]
-        self._length = len(accepted) - len(tail)
+        self.length = len(accepted) - len(tail)
         self.found = False
         for token in tail:
             self.found = self.feed(
@@ -107,7 +107,7 @@ class Matcher:
 
     def feed(self, token: int) -> bool:
         """The next token; whether it completes a stop text. Raises `EngineError` where the tokenizer fails."""
-        self._length += 1
+        self.length += 1
         try:
             piece = self._stream.step(self._tokenizer, token)
         except BaseException as error:
@@ -123,7 +123,7 @@ class Matcher:
         text = self._text + piece
         # No whole stop text stays in the buffer, lest one that came before `least` tokens be found later.
         self._text = text[-(self._longest - 1) :] if self._longest > 1 else ""
-        return self._length >= self._least and any(stop in text for stop in self._stops)
+        return self.length >= self._least and any(stop in text for stop in self._stops)
 
 
 class Stopping:
@@ -161,14 +161,18 @@ class Stopping:
             deltas = await self._engine.next()
             if not self._matchers:
                 return deltas
-            ended: set[int] = set()
+            ended: dict[int, int] = {}
             kept = [self._cut(delta, ended) for delta in deltas if delta.handle not in ended]
             if ended:
+                await self._ends(ended)
                 await self._engine.abort(ended)
             if kept:
                 return kept
 
-    def _cut(self, delta: Delta, ended: set[int]) -> Delta:
+    async def _ends(self, ended: Mapping[int, int]) -> None:
+        """These are about to be aborted. The length of each completion by handle; 0: it failed."""
+
+    def _cut(self, delta: Delta, ended: dict[int, int]) -> Delta:
         matcher = self._matchers.get(delta.handle)
         if matcher is None:
             return delta
@@ -180,14 +184,14 @@ class Stopping:
             )
         except EngineError as error:  # the sample fails, and the engine goes on
             del self._matchers[delta.handle]
-            ended.add(delta.handle)
+            ended[delta.handle] = 0
             return Delta(delta.handle, (), (), (), error=describe(error))
         if last is None or delta.error is not None:
             if delta.finish or delta.error:
                 del self._matchers[delta.handle]
             return delta
         del self._matchers[delta.handle]
-        ended.add(delta.handle)
+        ended[delta.handle] = matcher.length
         return Delta(
             delta.handle,
             delta.token_ids[:last],
@@ -268,6 +272,8 @@ class StoppingMover(Stopping):
     def __init__(self, engine: Engine, moves: MovesKv) -> None:
         super().__init__(engine)
         self._moves = moves
+        self._leaving: dict[int, int] = {}  # that are matched and leave their blocks: tokens of their prompts
+        self._left: dict[int, Kv] = {}  # of those that a stop text ended, until they are taken
 
     def kv_layout(self) -> str:
         return self._moves.kv_layout()
@@ -279,11 +285,52 @@ class StoppingMover(Stopping):
         return self._moves.kv_token_nbytes()
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        self._leaving.pop(handle, None)
+        left = self._left.pop(handle, None)
+        if left is not None:
+            return left if len(left.tokens) == self.kv_tokens(tokens) else None
         return await self._moves.take_kv(handle, tokens)
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
         with self._matched(request):
             await self._moves.add_with_kv(request, kv)
+
+    @contextlib.contextmanager
+    def _matched(self, request: Request) -> Iterator[None]:
+        with super()._matched(request):
+            yield
+        if request.leaves_kv and request.handle in self._matchers:
+            self._leaving[request.handle] = len(request.prompt)
+
+    async def _ends(self, ended: Mapping[int, int]) -> None:
+        for handle, length in ended.items():
+            prompt = self._leaving.pop(handle, 0)
+            found = await self._moves.take_kv(handle, prompt + length - 1) if prompt and length else None
+            if found is not None:
+                self._left[handle] = found
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        gone = tuple(handles)
+        for handle in gone:
+            self._leaving.pop(handle, None)
+            self._left.pop(handle, None)
+        await super().abort(gone)
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        self._forget_left()
+        return await super().load(version, tensors, summed=summed)
+
+    async def sleep(self) -> None:
+        self._forget_left()
+        await super().sleep()
+
+    async def forget(self, run: str) -> None:
+        self._forget_left()
+        await super().forget(run)
+
+    def _forget_left(self) -> None:
+        self._leaving.clear()
+        self._left.clear()
 
 
 class StoppingLender(Stopping):

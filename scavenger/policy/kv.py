@@ -1,4 +1,4 @@
-"""Whether a sample that moves takes its KV blocks along, or is prefilled again where it goes. Pure.
+"""Whether a sample that moves takes its KV blocks along, or is prefilled again where it goes; and which turns' blocks are kept. Pure.
 
     transfer_s < prefill_s      the blocks go along         both predicted from what was measured in this run
     else                        its tokens are prefilled
@@ -11,7 +11,7 @@ with it: a prefill of a length that was never seen counts as the longest shorter
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +96,16 @@ class KvRates:
         return SET_UP_S + nbytes / self.link if known is None else known
 
 
+class KeptTurn(NamedTuple):
+    """Blocks that an engine keeps of a finished turn. `superseded`: a turn behind it left its own, which hold these too. `at`: Unix s."""
+
+    sample_id: int
+    tokens: int
+    nbytes: int
+    at: float
+    superseded: bool
+
+
 class KvDecision(NamedTuple):
     """`take`: the blocks go along, and are waited for `within_s` at most. `transfer_s`, `prefill_s`: predicted. `ahead`: bytes that have
     the same way before them."""
@@ -140,3 +150,26 @@ def decide(
         MOST_WAIT_S, max(LEAST_WAIT_S, stays_s), max(LEAST_WAIT_S, PATIENCE * transfer_s, prefill_s)
     )
     return KvDecision(take, reason, tokens, nbytes, transfer_s, prefill_s, within_s, ahead)
+
+
+def keep_turn(tokens: int, token_nbytes: int, rates: KvRates) -> KvDecision:
+    """Of a turn that will have about so many tokens when it is finished: whether its blocks are kept for the turns behind it. They are
+    where another engine would have them sooner than a prefill; `token_nbytes` is 0 until an engine said it."""
+    decided = decide(tokens, token_nbytes, rates)
+    what = "turns' blocks are kept" if decided.take else "turns' blocks are not kept"
+    than = "less than" if decided.take else "no less than"
+    reason = (
+        f"{what}, about {decided.nbytes} bytes of {tokens} tokens are predicted to take {decided.transfer_s:.4f} s to another engine, "
+        f"{than} the {decided.prefill_s:.4f} s of a prefill"
+    )
+    return decided._replace(reason=reason)
+
+
+def by_value(kept: Iterable[KeptTurn], rates: KvRates) -> list[KeptTurn]:
+    """The most valuable first: what no later turn's blocks hold too, then what saves most seconds of prefill a byte, then the newest."""
+
+    def value(one: KeptTurn) -> tuple[bool, float, float, int]:
+        saved = rates.prefill_s(one.tokens) / max(1, one.nbytes)
+        return one.superseded, -saved, -one.at, -one.sample_id
+
+    return sorted(kept, key=value)

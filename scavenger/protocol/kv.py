@@ -23,6 +23,8 @@ from scavenger.protocol.messages import BoundedText, Count, Digest, MessagePart,
 #: Of all samples together that an engine keeps for others, of which what was kept first goes first; and of all that come to one engine and
 #: are not used yet, beyond which samples are prefilled.
 MOST_NBYTES = 4 << 30
+#: Of which finished turns' may be so much: who orders engines about keeps within it, so that the most valuable ones stay.
+TURNS_NBYTES = 3 << 30
 #: Bytes of a chunk on the wire, but for the last.
 CHUNK_NBYTES = 4 * 1024 * 1024
 #: Of one sample: half a million tokens of a large model.
@@ -98,6 +100,13 @@ def decode_header(frame: bytes | memoryview) -> KvHeader:
     if len(header.hashes) != chunk_count(header.nbytes):
         raise WireError(f"a KV header with {len(header.hashes)} hashes for {header.nbytes} bytes")
     return header
+
+
+def mismatch_of_other(header: KvHeader, own: KvBinding, token_nbytes: int) -> str:
+    """Why blocks bound so may not be kept for a turn whose tokens are not known here; "" when they may. `own`: what is common to all that
+    this engine has of so many tokens. Who loads them knows the tokens, and compares these."""
+    known = msgspec.structs.replace(own, digest=header.binding.digest)
+    return mismatch(header, known, own.tokens * token_nbytes)
 
 
 def mismatch(header: KvHeader, expected: KvBinding, nbytes: int) -> str:

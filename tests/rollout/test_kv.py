@@ -21,7 +21,7 @@ from scavenger.protocol import keys, messages
 from scavenger.protocol import kv as bound
 from scavenger.protocol.kv import CHUNK_NBYTES, KvBinding
 from scavenger.protocol.messages import KvSource, SampleKey, Sampling
-from scavenger.protocol.worker.events import Delta, KeepKv, KvLoaded, Request
+from scavenger.protocol.worker.events import Delta, KeepKv, KeepOtherKv, KvLoaded, Request, TurnKvKept
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
@@ -68,7 +68,7 @@ async def rest(engine: Any, request: Request, kv: Kv | None) -> Delta:
     await engine.add_with_kv(request, kv)
     parts: list[Delta] = []
     while not parts or parts[-1].finish is None:
-        parts += await engine.next()
+        parts += [delta for delta in await engine.next() if delta.handle == request.handle]
     return Delta(
         request.handle,
         tuple(token for part in parts for token in part.token_ids),
@@ -138,6 +138,83 @@ def test_an_engine_gives_no_blocks_that_it_has_not() -> None:
     asyncio.run(main())
 
 
+# ---------------------------------------------------------------- turns
+
+
+def left_in(engine: Any) -> dict[int, Kv]:
+    """What its finished requests left and nobody took."""
+    found: dict[int, Kv] = engine._engine._decoder._left
+    return found
+
+
+async def finished(engine: Any, handle: int) -> tuple[tuple[int, ...], Kv]:
+    """A turn to its end: what it said, and the blocks that it left."""
+    said = (await finish(engine, dataclasses.replace(asked(handle), leaves_kv=True)))[handle].token_ids
+    left = await engine.take_kv(handle, 5 + len(said) - 1)
+    assert left is not None
+    return said, left
+
+
+def behind(handle: int, said: tuple[int, ...]) -> Request:
+    """The next turn: all before, and what a tool answered."""
+    return dataclasses.replace(asked(handle), prompt=(3, 1, 4, 1, 5, *said, 9, 2, 6, 5, 3, 5))
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_turn_that_goes_on_from_what_another_left_makes_the_same_tokens(elsewhere: bool) -> None:
+    async def main() -> None:
+        async with reference() as one, reference() as other:
+            said, left = await finished(one, 1)
+            assert left.tokens == (3, 1, 4, 1, 5, *said[:-1])
+            engine = other if elsewhere else one
+            beside = await first(engine, asked(7), 3)  # one runs already: its row is not touched
+            brought = await rest(engine, behind(2, said), left)
+            await engine.abort([7])
+            alone = (await finish(other, behind(2, said)))[2]
+            assert brought.token_ids == alone.token_ids
+            assert brought.logprobs == pytest.approx(alone.logprobs, abs=1e-12)
+            assert (await finish(other, asked(7)))[7].token_ids[:3] == beside
+
+    asyncio.run(main())
+
+
+def test_what_another_branch_left_would_be_seen_in_the_tokens() -> None:
+    """The control: of as many tokens, under the tokens of the right one."""
+
+    async def main() -> None:
+        async with reference() as one:
+            said, left = await finished(one, 1)
+            other, branch = await finished(one, 2)
+            assert len(other) == len(said)
+            assert other != said
+            wrong = await rest(one, behind(3, said), Kv(left.tokens, branch.data))
+            assert wrong.token_ids != (await finish(one, behind(3, said)))[3].token_ids
+            right = await rest(
+                one, behind(3, said), branch
+            )  # of other tokens than its prompt begins with: it is prefilled
+            assert right.token_ids == (await finish(one, behind(3, said)))[3].token_ids
+
+    asyncio.run(main())
+
+
+def test_what_a_turn_left_is_there_until_it_is_taken_or_the_turn_is_forgotten() -> None:
+    async def main() -> None:
+        async with reference() as one:
+            said, _ = await finished(one, 1)
+            assert await one.take_kv(1, 5 + len(said) - 1) is None, "taken once"
+            await finish(one, dataclasses.replace(asked(2), leaves_kv=True))
+            assert len(left_in(one)) == 1
+            await one.abort([2])
+            assert left_in(one) == {}
+            await finish(one, asked(3))
+            assert left_in(one) == {}, "nobody asked for it"
+            await finish(one, dataclasses.replace(asked(4), leaves_kv=True))
+            await one.load(2, models.views(models.plain_model(TEXT, seed=6)))
+            assert await one.take_kv(4, 5 + TOKENS - 1) is None, "of other weights"
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------- from process to process
 
 
@@ -174,6 +251,7 @@ class Pair:
         self.engine = Given(bytes(range(20)) * (nbytes // 20), tokens)
         self.most_nbytes = 2 * len(self.engine.data)
         self.loaded: list[KvLoaded] = []
+        self.kept: list[TurnKvKept] = []
         self.left: list[int] = []
         self.holder, self.reader = self._mover("run"), self._mover("run")
         for one in (self.holder, self.reader):
@@ -186,12 +264,24 @@ class Pair:
             run,
             keys.generate(),
             "127.0.0.1",
-            report=self.loaded.append,
+            report=self._said,
             taken=lambda event: self.left.append(event.left),
             on_fault=lambda fault: pytest.fail(str(fault)),
             clock=asyncio.get_running_loop().time,
             most_nbytes=self.most_nbytes,
         )
+
+    def _said(self, event: KvLoaded | TurnKvKept) -> None:
+        if isinstance(event, TurnKvKept):
+            self.kept.append(event)
+        else:
+            self.loaded.append(event)
+
+    async def reports(self, count: int) -> list[TurnKvKept]:
+        """So many turns are kept, or are not."""
+        while len(self.kept) < count:
+            await asyncio.sleep(0.001)
+        return self.kept
 
     def request(self, within_s: float = 30.0, source: messages.WeightSource | None = None) -> Request:
         order = KvSource(source or self.holder.source, 9, 20, within_s)
@@ -449,3 +539,139 @@ def test_blocks_in_this_process_are_checked_too() -> None:
         moving.checked(found, replace(binding, version=2), 8)
     assert moving.checked(found, binding, 8) == b"12345678"
     assert shelf.own(1) is None
+
+
+# ---------------------------------------------------------------- what turns left
+
+LEFT = KeepKv(9, 20, "history", of_turn=True)
+
+
+async def left(pair: Pair) -> None:
+    """The holder has finished a turn."""
+    assert pair.holder.expects(LEFT)
+    await pair.holder.keep(LEFT)
+    (said,) = await pair.reports(1)
+    assert (said.handle, said.nbytes, said.fault) == (9, len(pair.engine.data), "")
+
+
+def longer(pair: Pair, handle: int = 1, tokens: tuple[int, ...] = tuple(range(20))) -> Request:
+    """A turn whose prompt goes on behind what was left."""
+    order = KvSource(pair.holder.source, 9, 20, 30.0)
+    return another(replace_kv(asked(1), (*tokens, 7, 7, 7, 7), order), handle)
+
+
+def test_several_turns_go_on_from_what_one_left() -> None:
+    async def scene(pair: Pair) -> None:
+        await left(pair)
+        for handle in (1, 2):
+            found = await pair.brought(longer(pair, handle))
+            assert found == Kv(tuple(range(20)), memoryview(pair.engine.data)), "not of what came behind"
+        assert pair.holder.shelf.nbytes() == len(pair.engine.data)
+        assert pair.holder.shelf.wanted() == 0, "nobody waits for it"
+
+    played(scene)
+
+
+@pytest.mark.parametrize("other", [(*range(19), 5), (*range(10), 99, *range(11, 20))])
+def test_what_another_branch_left_is_refused(other: tuple[int, ...]) -> None:
+    """As many tokens, one of them another."""
+
+    async def scene(pair: Pair) -> None:
+        await left(pair)
+        assert await pair.brought(longer(pair, tokens=other)) is None
+        assert "of another digest" in pair.loaded[0].fault
+
+    played(scene)
+
+
+def test_an_engine_that_stays_keeps_what_one_that_leaves_had() -> None:
+    """And gives it to the turn that goes on, which alone knows the tokens."""
+
+    async def scene(pair: Pair) -> None:
+        await left(pair)
+        pair.holder.leave(())
+        pair.reader.keep_other(KeepOtherKv(31, KvSource(pair.holder.source, 9, 20, 30.0), "history"))
+        pair.holder.leave((9,))
+        said = (await pair.reports(2))[1]
+        assert (said.handle, said.fault) == (31, "")
+        assert pair.holder.shelf.nbytes() == 0, "nobody else will come"
+        assert pair.left[-1] == 0
+        pair.holder.close()
+        mine = dataclasses.replace(longer(pair), kv=KvSource(pair.reader.source, 31, 20, 1.0))
+        assert await pair.brought(mine) == Kv(tuple(range(20)), memoryview(pair.engine.data))
+        wrong = dataclasses.replace(mine, prompt=(5, *mine.prompt[1:]))
+        assert await pair.brought(wrong) is None
+        assert "of another digest" in pair.loaded[-1].fault
+
+    played(scene)
+
+
+@pytest.mark.parametrize("what", ["version", "layout", "history", "corrupt", "tokens", "room", "gone"])
+def test_an_engine_keeps_no_other_s_that_are_not_of_its_kind(what: str) -> None:
+    reasons = {
+        "version": "of another version",
+        "layout": "of another layout",
+        "history": "of another history",
+        "corrupt": "differs from its hash",
+        "tokens": "of another tokens",
+        "room": "are not kept here",
+        "gone": "no such blocks",
+    }
+
+    async def scene(pair: Pair) -> None:
+        await left(pair)
+        tokens = 19 if what == "tokens" else 10_000_000 if what == "room" else 20
+        if what == "version":
+            pair.reader.loaded(2, ROOT)
+        elif what == "layout":
+            pair.engine.layout = "other"
+        elif what == "corrupt":
+            pair.holder.shelf._kept[9].data = memoryview(bytes(len(pair.engine.data)))
+        elif what == "gone":
+            pair.holder.drop((9,))
+        history = "restored" if what == "history" else "history"
+        order = KvSource(pair.holder.source, 9, tokens, 30.0)
+        pair.reader.keep_other(KeepOtherKv(31, order, history))
+        said = (await pair.reports(2))[1]
+        assert reasons[what] in said.fault
+        assert not pair.reader.shelf.has(31)
+
+    played(scene)
+
+
+def test_turns_make_room_before_samples_that_move() -> None:
+    """The oldest first."""
+    shelf = moving.KvShelf(300)
+    assert shelf.expect(1, 100)
+    assert shelf.expect(2, 100, of_turn=True)
+    assert shelf.expect(3, 100, of_turn=True)
+    assert shelf.expect(4, 100)
+    assert [number for number in range(1, 5) if shelf.has(number)] == [1, 3, 4]
+    assert shelf.wanted() == 2
+
+
+def test_what_was_wanted_and_is_gone_is_not_waited_for() -> None:
+    """Its reader was quicker than the daemon's word that it would come."""
+
+    async def scene(pair: Pair) -> None:
+        await left(pair)
+        pair.holder.leave(())
+        assert await pair.brought(longer(pair)) is not None
+        pair.holder.leave((9,))
+        assert pair.left[-1] == 0
+
+    played(scene)
+
+
+def test_a_turn_whose_blocks_the_engine_has_not_is_not_kept() -> None:
+    async def scene(pair: Pair) -> None:
+        async def nothing(_handle: int, _tokens: int) -> Kv | None:
+            return None
+
+        pair.engine.take_kv = nothing  # type: ignore[method-assign]
+        assert pair.holder.expects(LEFT)
+        await pair.holder.keep(LEFT)
+        (said,) = await pair.reports(1)
+        assert "has not all of them" in said.fault
+
+    played(scene)

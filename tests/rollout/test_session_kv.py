@@ -14,12 +14,18 @@ from scavenger.protocol.worker.events import (
     Abort,
     Add,
     Built,
+    Delta,
+    DropTurnKv,
     EndWorker,
     EngineCrashed,
+    Generated,
     KeepKv,
+    KeepOtherKv,
     KvLoaded,
     KvTaken,
+    LeaveKv,
     Terminate,
+    TurnKvKept,
 )
 from tests.rollout.talk import LIMITS, Talk, lease, of, sent
 
@@ -140,3 +146,92 @@ def test_offers_have_a_bound_as_each_message_has() -> None:
     (kept,) = [one for one in sent(actions) if isinstance(one, KvKept)]
     assert len(kept.offers) == wire.MAX_KV_OFFERS == len(of(KeepKv, actions))
     wire.decode_to_daemon(wire.encode(kept))
+
+
+# ---------------------------------------------------------------- what turns leave
+
+
+def turn(sample: int, **changed: object) -> wire.Lease:
+    given = lease(sample, most=3)
+    key = msgspec.structs.replace(given.key, purpose=wire.TURN)
+    return msgspec.structs.replace(given, key=key, leaves_kv=True, **changed)
+
+
+def finished(t: Talk, sample: int = 3, **changed: object) -> KeepKv:
+    """A turn has its last token; what its worker asks of the engine."""
+    (add,) = of(Add, t.assign(turn(sample, **changed)))
+    assert add.request.leaves_kv
+    given = Delta(add.request.handle, (21, 22, 23), (0.0,) * 3, (0.0,) * 3, "length")
+    (keep,) = of(KeepKv, t.do(Generated((given,))))
+    return keep
+
+
+def test_what_a_finished_turn_leaves_is_offered_once_it_is_kept() -> None:
+    t = keeping()
+    keep = finished(t)
+    assert keep == KeepKv(3, 4, "", of_turn=True)
+    t.hear(wire.Ack((wire.Held(3, 1, 3),)))  # its lease is over
+    assert [one for one in sent(t.wait(1.0)) if isinstance(one, KvKept)] == []
+    said = sent(t.do(TurnKvKept(3, 256, 0.01)))
+    assert said == [KvKept((KvOffer(3, 1, 3, 4, 64),), HERE)]
+    assert t.session.work.kv_kept == 0, "a goodbye waits for none"
+
+
+def test_what_was_not_kept_is_not_offered() -> None:
+    t = keeping()
+    finished(t)
+    assert sent(t.do(TurnKvKept(3, 0, 0.0, "there is no room for them"))) == []
+
+
+def test_a_turn_that_two_versions_had_a_part_in_leaves_nothing_and_the_engine_need_not_keep_it() -> None:
+    t = keeping()
+    (add,) = of(Add, t.assign(turn(3, begun_version=3)))
+    given = Delta(add.request.handle, (21, 22, 23), (0.0,) * 3, (0.0,) * 3, "length")
+    actions = t.do(Generated((given,)))
+    assert of(KeepKv, actions) == []
+    assert of(Abort, actions) == [Abort((add.request.handle,))]
+
+
+def test_an_order_to_fetch_is_answered_whatever_comes_of_it() -> None:
+    t = keeping()
+    order = wire.KvSource(WeightSource("tcp://node2:5", "key", b"token"), 4, 30, 0.4)
+    (fetch,) = of(KeepOtherKv, t.hear(wire.FetchKv(9, 2, order)))
+    assert (fetch.order, fetch.handle) == (order, 3), "under a number of its own"
+    assert sent(t.do(TurnKvKept(3, 30 * 64, 0.25))) == [
+        KvKept((KvOffer(9, 2, 3, 30, 64),), HERE),
+        KvTried(9, 2, 30, 30 * 64, 0.25),
+    ]
+    (fetch,) = of(KeepOtherKv, t.hear(wire.FetchKv(10, 1, order)))
+    assert sent(t.do(TurnKvKept(4, 0, 0.4, "they did not come"))) == [
+        KvTried(10, 1, 30, 0, 0.4, "they did not come")
+    ]
+    (add,) = of(Add, t.assign(lease(11)))
+    assert add.request.handle == 5, "no lease has a number of theirs"
+    t.do(Terminate("SIGTERM"))
+    (said,) = sent(t.hear(wire.FetchKv(12, 1, order)))
+    assert isinstance(said, KvTried)
+    assert said.fault == "this worker leaves"
+
+
+def test_a_goodbye_waits_for_those_that_were_told_to_fetch_and_for_no_other() -> None:
+    t = Talk().joined()
+    t.do(Built(0, 0, HERE, 64))
+    finished(t, 1)
+    t.do(TurnKvKept(1, 256, 0.01))
+    assert LeaveKv() in t.do(Terminate("SIGTERM"))
+    assert len(of(EndWorker, t.hear(wire.GoodbyeAck()))) == 1
+
+    t = Talk().joined()
+    t.do(Built(0, 0, HERE, 64))
+    finished(t, 1)
+    t.do(TurnKvKept(1, 256, 0.01))
+    t.do(Terminate("SIGTERM"))
+    actions = t.hear(wire.GoodbyeAck((1,)))
+    assert of(LeaveKv, actions) == [LeaveKv((1,))]
+    assert of(EndWorker, actions) == of(EndWorker, t.do(KvTaken(1))) == []
+    assert len(of(EndWorker, t.do(KvTaken(0)))) == 1
+
+
+def test_what_no_turn_will_want_is_dropped() -> None:
+    t = keeping()
+    assert of(DropTurnKv, t.hear(wire.DropKv((5, 6)))) == [DropTurnKv((5, 6))]

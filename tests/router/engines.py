@@ -138,6 +138,11 @@ class SimWorker:
                 self._add(request)
             case ev.KeepKv():
                 self._keep(action)
+            case ev.DropTurnKv(numbers=numbers):
+                for number in numbers:
+                    self.kept.pop(number, None)
+            case ev.LeaveKv(wanted=wanted):
+                assert not wanted, "these schedules have no turns: test_kv_turn_schedules"
             case ev.Abort(handles=handles):
                 for handle in handles:
                     self._end(handle)

@@ -4,8 +4,8 @@
 
     worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / KvKept /
                          KvTried / Asleep / Awake / Goodbye
-    daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / SiblingTokens / Yield / Revoke / Ack / Sleep / Wake /
-                         Drain / GoodbyeAck
+    daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / SiblingTokens / FetchKv / DropKv / Yield / Revoke /
+                         Ack / Sleep / Wake / Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, DeliveredGroup, EpisodesOver, Fleet and RunStopped come unasked
@@ -166,6 +166,8 @@ from scavenger.protocol.messages.worker import (
     Chunk,
     Chunks,
     Drain,
+    DropKv,
+    FetchKv,
     Goodbye,
     GoodbyeAck,
     Heartbeat,
@@ -261,12 +263,14 @@ __all__ = [
     "Digest",
     "DoneSample",
     "Drain",
+    "DropKv",
     "EndEpisode",
     "EndReserved",
     "EngineSpec",
     "EpisodeOutcome",
     "EpisodeShare",
     "EpisodesOver",
+    "FetchKv",
     "Fleet",
     "GatewayPing",
     "Goodbye",

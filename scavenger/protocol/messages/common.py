@@ -151,7 +151,8 @@ class WeightSource(MessagePart, frozen=True):
 
 
 class KvSource(MessagePart, frozen=True):
-    """Where a sample's KV blocks lie: `number` names them to their holder. They are of `tokens` tokens. `within_s`: when they have not come
+    """Where KV blocks of a sample, or of what its prompt begins with, lie: `number` names them to their holder. They are of the first
+    `tokens` tokens. `within_s`: when they have not come
     by then the tokens are prefilled."""
 
     source: WeightSource

@@ -48,7 +48,8 @@ class Lease(MessagePart, frozen=True):
     """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
 
     `begun_version`: under which the sample was begun, where its engine may use what its KV cache has of samples begun so, though other
-    weights made it (`algorithm.kv`); -1: what `version` made alone. `kv`: where the blocks of its tokens are said to be; a hint.
+    weights made it (`algorithm.kv`); -1: what `version` made alone. `kv`: where the blocks of its first tokens are said to be; a hint.
+    `leaves_kv`: once it is finished its blocks are to be kept for the episode's next turn.
     """
 
     sample_id: int
@@ -61,6 +62,7 @@ class Lease(MessagePart, frozen=True):
     key: SampleKey
     begun_version: int = -1
     kv: KvSource | None = None
+    leaves_kv: bool = False
 
 
 class Held(MessagePart, frozen=True):
@@ -247,7 +249,8 @@ class Yielded(Message, frozen=True):
 
 
 class KvOffer(MessagePart, frozen=True):
-    """The KV blocks of a lease that is given back: of `tokens` tokens, prompt included, `token_nbytes` bytes each, under this number."""
+    """The KV blocks of a lease that is given back, or of a turn that is finished: of `tokens` tokens, prompt included, `token_nbytes` bytes
+    each, under this number."""
 
     sample_id: int
     epoch: int
@@ -258,15 +261,16 @@ class KvOffer(MessagePart, frozen=True):
 
 class KvKept(Message, frozen=True):
     """This worker keeps the blocks of these leases for who goes on with them, and gives them out at `source`. Sent before the Yielded or
-    Goodbye that gives the leases back; it may be lost, and what it offers may be gone when somebody asks."""
+    Goodbye that gives the leases back; of turns (`Lease.leaves_kv`, `FetchKv`) once they are here. It may be lost, and what it offers may
+    be gone when somebody asks."""
 
     offers: Annotated[tuple[KvOffer, ...], msgspec.Meta(max_length=MAX_KV_OFFERS)]
     source: WeightSource
 
 
 class KvTried(Message, frozen=True):
-    """What came of the blocks that a lease named (`Lease.kv`): `nbytes` bytes in `seconds`. `fault`: why they were not loaded; "" = they
-    were."""
+    """What came of the blocks that a lease or a `FetchKv` named: `nbytes` bytes in `seconds`. `fault`: why they were not loaded, or not
+    kept; "" = they were."""
 
     sample_id: int
     epoch: int
@@ -377,6 +381,21 @@ class SiblingTokens(Message, frozen=True):
     tokens: Annotated[bytes, msgspec.Meta(max_length=5 * MAX_SIBLING_TOKENS)] = b""
 
 
+class FetchKv(Message, frozen=True):
+    """Another worker, which leaves, keeps the blocks of this turn's sample: keep them in its place. Answer KvTried; KvKept before it, where
+    they came."""
+
+    sample_id: int
+    epoch: int
+    order: KvSource
+
+
+class DropKv(Message, frozen=True):
+    """No turn will want the blocks that this worker keeps under these numbers."""
+
+    numbers: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KV_OFFERS)]
+
+
 class Revoke(Message, frozen=True):
     """These leases are over: stop generating, drop what is held of them."""
 
@@ -442,7 +461,9 @@ class LendSlots(Message, frozen=True):
 
 
 class GoodbyeAck(Message, frozen=True):
-    """All that was flushed is durable."""
+    """All that was flushed is durable. `wanted`: numbers of turns' blocks that another worker was told to fetch from this one."""
+
+    wanted: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_KV_OFFERS)] = ()
 
 
 WorkerMessage = (
@@ -469,6 +490,8 @@ ToWorker = (
     | PullAhead
     | Assign
     | SiblingTokens
+    | FetchKv
+    | DropKv
     | Yield
     | Revoke
     | Ack

@@ -41,7 +41,8 @@ class Request:
     `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
     ("reference") draws the token at position p (0 = first completion token, whichever lease produced it) from (seed, key, p) alone. An
     engine that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens). `begun_version`: as in
-    `Lease`. `history`: of the ledger, in which versions have their numbers. `kv`: where the blocks of its tokens may be had.
+    `Lease`. `history`: of the ledger, in which versions have their numbers. `kv`: where the blocks of its first tokens may be had.
+    `leaves_kv`: once it is finished the engine has its blocks until they are taken, or it is aborted.
     """
 
     handle: int
@@ -54,6 +55,7 @@ class Request:
     begun_version: int = -1
     history: str = ""
     kv: KvSource | None = None
+    leaves_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,17 @@ class KvLoaded(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class TurnKvKept(WorkerEvent):
+    """A turn's blocks, which `KeepKv` or `KeepOtherKv` of this handle asked for, are kept here: `nbytes` bytes, which took `seconds`.
+    `fault`: why they are not; "" = they are."""
+
+    handle: int
+    nbytes: int
+    seconds: float
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class KvTaken(WorkerEvent):
     """Others took some of the blocks that this worker keeps; `left`: how many nobody has taken yet."""
 
@@ -386,11 +399,36 @@ class Add(WorkerAction):
 @dataclass(frozen=True, slots=True)
 class KeepKv(WorkerAction):
     """Keep the blocks of a running request for who goes on with its sample, under its handle as their number. Answer KvTaken when somebody
-    has them. `tokens`: of the sample's context whose entries are to be kept; `history`: of the ledger."""
+    has them. `tokens`: of the sample's context whose entries are to be kept; `history`: of the ledger. `of_turn`: of a finished request,
+    for the turns that follow it: they stay when they are taken. Answer TurnKvKept."""
 
     handle: int
     tokens: int
     history: str
+    of_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOtherKv(WorkerAction):
+    """Fetch a turn's blocks from another worker and keep them under this handle. Answer TurnKvKept. `history`: of the ledger."""
+
+    handle: int
+    order: KvSource
+    history: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropTurnKv(WorkerAction):
+    """Let go of turns' blocks, by their numbers; nothing is answered."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveKv(WorkerAction):
+    """This worker leaves: from now on turns' blocks go with the first that takes them. Those of `wanted` are waited for: answer KvTaken."""
+
+    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

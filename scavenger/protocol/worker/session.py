@@ -42,6 +42,7 @@ from scavenger.protocol.worker.events import (
     KeyRefused,
     KvLoaded,
     KvTaken,
+    LeaveKv,
     Loaded,
     LoadFailed,
     LogNote,
@@ -51,6 +52,7 @@ from scavenger.protocol.worker.events import (
     Serves,
     Slept,
     Terminate,
+    TurnKvKept,
     Unreachable,
     Woken,
     WorkerAction,
@@ -365,14 +367,14 @@ class Session:
         )
         return [*self.work.flush(), SendMessage(goodbye)]
 
-    def _goodbye_acked(self, _message: messages.GoodbyeAck, now: float) -> list[WorkerAction]:
-        """All is durable. Who goes on with its samples may still want their KV blocks, for a moment."""
+    def _goodbye_acked(self, message: messages.GoodbyeAck, now: float) -> list[WorkerAction]:
+        """All is durable. Who goes on with its samples may still want their KV blocks, for a moment, and those of turns that ended here."""
         if self._ending is None:
             return []
-        if not self.work.kv_kept:
+        if not self.work.kv_kept and not message.wanted:
             return self._gone(self._ending)
         self._end_by, self._goodbye_is_acked = min(self._end_by, now + self._limits.kv_s), True
-        return []
+        return [LeaveKv(message.wanted)] if message.wanted else []
 
     def _kv_taken(self, event: KvTaken, _now: float) -> list[WorkerAction]:
         self.work.kv_taken(event)
@@ -392,6 +394,8 @@ _ENGINE_COMMANDS = (
     messages.PullAhead,
     messages.Assign,
     messages.SiblingTokens,
+    messages.FetchKv,
+    messages.DropKv,
     messages.Yield,
     messages.Revoke,
     messages.Sleep,
@@ -419,6 +423,7 @@ _ON_EVENT: dict[type[WorkerEvent], _Handler] = {
     Slept: lambda s, e, now: s.work.fell_asleep(e, now),
     KvLoaded: lambda s, e, now: s.work.kv_loaded(e, now),
     KvTaken: Session._kv_taken,
+    TurnKvKept: lambda s, e, now: s.work.turn_kv_kept(e, now),
     Terminate: lambda s, e, now: s._begin_end(EndWorker(EXIT_PREEMPTED, e.reason), s._limits.notice_s, now),
     WorkerTick: lambda _s, _e, _now: [],
 }
@@ -434,6 +439,8 @@ _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.Revoke: lambda s, m, now: s.work.revoked(m, now),
     messages.Ack: lambda s, m, now: s.work.acked(m, now),
     messages.SiblingTokens: lambda s, m, now: s.work.siblings(m, now),
+    messages.FetchKv: lambda s, m, now: s.work.fetch_kv(m, now),
+    messages.DropKv: lambda s, m, now: s.work.drop_kv(m, now),
     messages.Sleep: lambda s, m, now: s.work.sleep(m, now),
     messages.Wake: lambda s, m, now: s.work.wake(m, now),
     messages.Drain: lambda s, m, now: s._begin_end(EndWorker(EXIT_DRAINED, m.reason), s._limits.drain_s, now),

@@ -37,12 +37,15 @@ from scavenger.protocol.worker.events import (
     AddRefused,
     Built,
     Delta,
+    DropTurnKv,
     Generated,
     GroupName,
     HearSiblings,
     KeepKv,
+    KeepOtherKv,
     KvLoaded,
     KvTaken,
+    LeaveKv,
     Lend,
     Loaded,
     LoadFailed,
@@ -58,6 +61,7 @@ from scavenger.protocol.worker.events import (
     SleepEngine,
     Slept,
     Speculated,
+    TurnKvKept,
     WakeEngine,
     Woken,
     WorkerAction,
@@ -171,6 +175,7 @@ class WorkerLease:
             begun_version=lease.begun_version,
             history=history,
             kv=lease.kv,
+            leaves_kv=lease.leaves_kv,
         )
 
     @property
@@ -255,9 +260,13 @@ class LeaseTable:
     def of_handle(self, handle: int) -> WorkerLease | None:
         return self._by_handle.get(handle)
 
-    def take(self, lease: Lease) -> WorkerLease:
+    def new_handle(self) -> int:
+        """Another one than all before."""
         self._handles += 1
-        held = WorkerLease(lease, self._handles, self._new_buffer())
+        return self._handles
+
+    def take(self, lease: Lease) -> WorkerLease:
+        held = WorkerLease(lease, self.new_handle(), self._new_buffer())
         self._by_sample[lease.sample_id] = held
         self._by_handle[held.handle] = held
         if not held.runs:
@@ -379,6 +388,11 @@ class Work:
         self._kv_token_nbytes = 0
         self._kv_offers: list[messages.KvOffer] = []  # not said yet
         self.kv_kept = 0  # samples whose blocks are kept here, and nobody has taken
+        self._turn_kv: dict[
+            int, messages.KvOffer
+        ] = {}  # by number, of turns: on their way to where they are kept
+        self._turn_offers: list[messages.KvOffer] = []  # kept, and not said yet
+        self._fetched_for: set[int] = set()  # numbers of what another worker keeps yet
 
     # ------------------------------------------------------------ the conversation
 
@@ -395,6 +409,7 @@ class Work:
         dropped = self.leases.all()
         actions = self._forget(dropped)
         self._wanted, self._waiting, self.loaded_version, self._ahead = None, [], -1, -1
+        self._turn_kv, self._turn_offers = {}, []
         self.loaded_root = self.loaded_merged = b""
         return [
             LogNote(
@@ -422,8 +437,9 @@ class Work:
         self.closed, self._waiting = True, []
         running = self.leases.running()
         kept = self._keep_kv(running) if keep else []
+        leave: list[WorkerAction] = [LeaveKv()] if self._kv_source is not None else []
         handles = tuple(held.handle for held in running)
-        return [*kept, Abort(handles)] if handles else []
+        return [*leave, *kept, *([Abort(handles)] if handles else [])]
 
     def beat(
         self, progress: int, now: float, unacked_s: float, speculated: Speculated = NOT_SPECULATED
@@ -526,6 +542,8 @@ class Work:
             )
             held.extend(delta)
             self.leases.changed(held)
+            if delta.finish is not None and held.lease.leaves_kv:
+                actions += self._keep_turn_kv(held)
             self._rate_tokens += len(delta.token_ids)
             self.generated_tokens += len(delta.token_ids)
             if delta.token_ids:
@@ -638,14 +656,9 @@ class Work:
         """Have the engine's blocks of these kept, and offer them with the next flush. None of which another version made a part."""
         if self._kv_source is None:
             return []
-        able = [
-            held
-            for held in leases
-            if held.runs
-            and held.lease.version == self.loaded_version
-            and held.lease.begun_version in (-1, self.loaded_version)
-            and held.cached > 0
-        ][: messages.MAX_KV_OFFERS - len(self._kv_offers)]
+        able = [held for held in leases if held.runs and self._is_of_one_version(held) and held.cached > 0][
+            : messages.MAX_KV_OFFERS - len(self._kv_offers)
+        ]
         # What is kept beyond the bound pushes out what was kept before it: who comes for that would come in vain.
         room = MOST_NBYTES - sum(offer.tokens * offer.token_nbytes for offer in self._kv_offers)
         total = itertools.accumulate(held.cached * self._kv_token_nbytes for held in able)
@@ -659,11 +672,67 @@ class Work:
         self.kv_kept += len(able)
         return [KeepKv(held.handle, held.cached, self.ledger) for held in able]
 
-    def _offer_kv(self) -> list[WorkerAction]:
-        offers, self._kv_offers = tuple(self._kv_offers), []
-        if not offers or self._kv_source is None:
+    def _is_of_one_version(self, held: WorkerLease) -> bool:
+        """Whether what is loaded made all entries of a lease."""
+        of = (held.lease.version, held.lease.begun_version)
+        return of[0] == self.loaded_version and of[1] in (-1, self.loaded_version)
+
+    def _keep_turn_kv(self, held: WorkerLease) -> list[WorkerAction]:
+        """Have the blocks of a turn that has its last token kept for the turns behind it; else the engine may forget them."""
+        if self._kv_source is None or not self._is_of_one_version(held):
+            return [Abort((held.handle,))]
+        self._turn_kv[held.handle] = messages.KvOffer(
+            held.lease.sample_id, held.lease.epoch, held.handle, held.cached, self._kv_token_nbytes
+        )
+        return [KeepKv(held.handle, held.cached, self.ledger, of_turn=True)]
+
+    def turn_kv_kept(self, event: TurnKvKept, now: float) -> list[WorkerAction]:
+        """A turn's blocks are here, or will not come; say so of those that another worker had."""
+        offer = self._turn_kv.pop(event.handle, None)
+        if offer is None:
             return []
-        return [SendMessage(messages.KvKept(offers, self._kv_source))]
+        if not event.fault:
+            self._turn_offers.append(offer)
+        if event.handle not in self._fetched_for:
+            self.flush_at = self.flush_at if event.fault else now
+            return []
+        self._fetched_for.discard(event.handle)
+        tried = messages.KvTried(
+            offer.sample_id,
+            offer.epoch,
+            offer.tokens,
+            event.nbytes,
+            event.seconds,
+            messages.words(event.fault),
+        )
+        return [*self._offer_kv(), *self._send(tried)]
+
+    def fetch_kv(self, message: messages.FetchKv, _now: float) -> list[WorkerAction]:
+        """Keep what another worker kept, which leaves."""
+        order = message.order
+        if self.closed or self._kv_source is None:
+            why = "this worker leaves" if self.closed else "this worker keeps no blocks"
+            return self._send(messages.KvTried(message.sample_id, message.epoch, order.tokens, 0, 0.0, why))
+        number = self.leases.new_handle()
+        self._turn_kv[number] = messages.KvOffer(
+            message.sample_id, message.epoch, number, order.tokens, self._kv_token_nbytes
+        )
+        self._fetched_for.add(number)
+        return [KeepOtherKv(number, order, self.ledger)]
+
+    def drop_kv(self, message: messages.DropKv, _now: float) -> list[WorkerAction]:
+        return [DropTurnKv(message.numbers)]
+
+    def _offer_kv(self) -> list[WorkerAction]:
+        """What is kept and was not said, in messages of bounded size."""
+        offers = (*self._kv_offers, *self._turn_offers)
+        self._kv_offers, self._turn_offers = [], []
+        source, most = self._kv_source, messages.MAX_KV_OFFERS
+        if source is None:
+            return []
+        return [
+            SendMessage(messages.KvKept(offers[at : at + most], source)) for at in range(0, len(offers), most)
+        ]
 
     def kv_loaded(self, event: KvLoaded, _now: float) -> list[WorkerAction]:
         """Say what came of the blocks that a lease named."""

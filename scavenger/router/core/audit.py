@@ -9,6 +9,7 @@ from collections import Counter
 
 from scavenger.policy.interface import Standard
 from scavenger.router.core import (
+    kv_turns,
     policy_driver,
     policy_view,
     samples,
@@ -128,6 +129,8 @@ def _check_run(core: Core, run: ActiveRun) -> None:
     assert (run.leased, run.turns.leased) == (leased, of_turns), (
         f"run {run.id}: leases by version are counted as {run.leased}, {run.turns.leased} of turns, and are {leased}, {of_turns}"
     )
+    contradictions = [*kv_turns.check(core, run)]
+    assert not contradictions, f"run {run.id}: {contradictions}"
     waiting = {s.id for s in run.queue}
     versions = {core.samples[i].group.version for i in waiting}
     assert run.queue.versions() == versions, f"run {run.id}: the queue's versions"

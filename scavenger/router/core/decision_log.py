@@ -191,6 +191,31 @@ def kv_moved(core: Core, run: ActiveRun, sample_id: int, decided: KvDecision) ->
     )
 
 
+def turns_kept(core: Core, run: ActiveRun, decided: KvDecision) -> None:
+    """Whether engines keep the blocks of turns that they finish is decided otherwise than for the turn before."""
+    code = PolicyCode.BLOCKS if decided.take else PolicyCode.PREFILLED
+    action = "keep" if decided.take else "forget"
+    _write(core, run, "kv", action, code, run.name, decided.reason, lambda: dict(decided.inputs()))
+
+
+def turns_handed_over(
+    core: Core, run: ActiveRun, worker_id: int, kept: int, handed: int, nbytes: int, reason: str
+) -> None:
+    """How many turns' blocks go from an engine that leaves to others. `reason`: of the last one of them."""
+    code = PolicyCode.BLOCKS if handed else PolicyCode.PREFILLED
+    why = f"{handed} of {kept} turns' blocks go to other engines; of the last: {reason}"
+    _write(
+        core,
+        run,
+        "kv",
+        "hand-over",
+        code,
+        f"worker {worker_id}",
+        why,
+        lambda: {"kept": kept, "handed": handed, "nbytes": nbytes},
+    )
+
+
 def put_off(core: Core, run: ActiveRun, step: int, groups: Sequence[int], reason: str) -> None:
     """Late groups of a step are trained in the next one."""
     _write(

@@ -4,6 +4,8 @@
                                                                   prefilled. An offer serves one lease.
     KvTried --tried-->    what the transfer took, for the next decisions; or why the engine prefilled after all
 
+What finished turns left is offered in the same way to the turns behind them: `kv_turns`.
+
 An offer is a hint and is not durable: the engine that reads the blocks verifies them. Who left keeps them for `LEFT_S`.
 
 Owns `Sample.kv` and `ActiveRun.kv`. Knows lengths and no token.
@@ -15,7 +17,7 @@ import math
 
 from scavenger.policy import kv
 from scavenger.protocol.messages import KvKept, KvSource, KvTried
-from scavenger.router.core import decision_log
+from scavenger.router.core import decision_log, kv_turns
 from scavenger.router.core.state import KvOffered, KvUnderWay, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
@@ -36,9 +38,12 @@ def offered(core: Core, worker: Worker, message: KvKept) -> None:
     run = worker.run
     if not run.engine.move_kv or worker.bounded or refused(message.source, True):
         return
+    unwanted = []
     for one in message.offers:
         sample = worker.leases.get(one.sample_id)
         if sample is None or sample.epoch != one.epoch or sample.status is not SampleStatus.LEASED:
+            if not kv_turns.kept(core, worker, message.source, one):
+                unwanted.append(one.number)
             continue
         sample.kv = KvOffered(
             worker.id,
@@ -50,27 +55,42 @@ def offered(core: Core, worker: Worker, message: KvKept) -> None:
             core.now,
         )
         run.kv.offered += 1
+    kv_turns.drop(core, worker, unwanted)
 
 
 def source_of(core: Core, sample: Sample, version: int) -> KvSource | None:
-    """Where a lease of this version finds the blocks of all its sample's tokens but the last; None: they are to be prefilled."""
-    offer, sample.kv = sample.kv, None
-    if offer is None:
+    """Where a lease of this version finds the blocks of all its sample's tokens but the last, or of those that its turn's prompt begins
+    with; None: they are to be prefilled."""
+    own = _own(core, sample, version)
+    before = (0, own) if own is not None else kv_turns.prefix_of(core, sample, version)
+    if before is None:
         return None
-    run, cached = sample.group.run, len(sample.group.prompt) // 4 + sample.accepted - 1
+    (of, offer), run = before, sample.group.run
     stays_s = math.inf if offer.worker_id in core.workers else LEFT_S - (core.now - offer.at)
-    if offer.tokens != cached or offer.version != version or stays_s < 0:
-        run.kv.gone += 1
-        return None
     holder, ahead = offer.source.server_key, _ahead(core, sample, offer.source.server_key)
     decided = kv.decide(offer.tokens, offer.token_nbytes, run.kv.rates, ahead, stays_s)
     decision_log.kv_moved(core, run, sample.id, decided)
     if not decided.take:
         run.kv.prefilled += 1
         return None
-    way = KvUnderWay(holder, sample.worker_id, decided.nbytes, ahead, core.now, decided.within_s)
+    way = KvUnderWay(
+        holder, sample.worker_id, decided.nbytes, ahead, core.now, decided.within_s, of, offer.number
+    )
     run.kv.under_way[sample.id] = way
     return KvSource(offer.source, offer.number, offer.tokens, decided.within_s)
+
+
+def _own(core: Core, sample: Sample, version: int) -> KvOffered | None:
+    """What the engine of its last lease keeps; served once."""
+    offer, sample.kv = sample.kv, None
+    if offer is None:
+        return None
+    cached = len(sample.group.prompt) // 4 + sample.accepted - 1
+    left = offer.worker_id not in core.workers and core.now - offer.at > LEFT_S
+    if offer.tokens != cached or offer.version != version or left:
+        sample.group.run.kv.gone += 1
+        return None
+    return offer
 
 
 def _ahead(core: Core, sample: Sample, holder: str) -> int:
@@ -89,12 +109,15 @@ def tried(core: Core, worker: Worker, message: KvTried) -> None:
     """What came of the blocks that a lease named, by its engine's word."""
     sample, moves = worker.leases.get(message.sample_id), worker.run.kv
     if sample is None or sample.epoch != message.epoch or not sample.brings_kv:
+        kv_turns.fetched(core, worker, message)
         return
     seconds, way = min(message.seconds, MOST_REPORTED_S), moves.under_way.pop(message.sample_id, None)
     # It waited for those before it, or shared the way with them.
     nbytes = message.nbytes + (way.ahead if way is not None else 0)
     if message.fault:
         moves.refused += 1
+        if way is not None and way.of:
+            kv_turns.not_there(core, worker.run, way.of, way.number)
         # Blocks that did not come in time would have taken longer still; a fault that showed sooner says nothing of the way.
         if way is not None and NEARLY * way.within_s <= seconds > moves.rates.transfer_s(nbytes):
             moves.rates.transfers.note(nbytes, seconds)

@@ -25,7 +25,7 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
-from scavenger.router.core import kv_moves, siblings, staleness
+from scavenger.router.core import kv_moves, kv_turns, siblings, staleness
 from scavenger.router.core.state import ActiveRun, CachedAt, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import IllegalTransition, SampleStatus, SampleStep, WorkerStatus
@@ -126,7 +126,17 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     blocks = kv_moves.source_of(core, sample, version)
     sample.brings_kv = blocks is not None
     lease = Lease(
-        sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, begun, blocks
+        sample.id,
+        epoch,
+        version,
+        group.prompt,
+        b"",
+        group.sampling,
+        run.seed,
+        sample.key,
+        begun,
+        blocks,
+        kv_turns.leaves(core, sample, worker),
     )
     return lease, accepted
 
@@ -677,6 +687,8 @@ def supersede(core: Core, group: Group, reason: str) -> None:
 
 
 def forget(core: Core, group: Group) -> None:
+    if group.turn is not None:
+        kv_turns.over(core, group)
     for sample in group.samples:
         core.samples.pop(sample.id, None)
         core.payloads.drop(sample.id)

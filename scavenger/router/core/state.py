@@ -10,8 +10,8 @@ Owns the rows; `tables.Core` holds them, and `transitions` says what may become 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from scavenger.config import DaemonConfig
 
 Key = tuple[bool, int, int, int]
+#: Of a turn: how many of the turns before it are looked at.
+MAX_ANCESTORS = 64
 #: Above this share of the queue a scan costs less than to find each sample by itself.
 _MANY = 1 / 16
 
@@ -232,6 +234,16 @@ class KvUnderWay:
     ahead: int
     at: float
     within_s: float
+    of: int = 0  # the sample whose blocks they are; 0: its own
+    number: int = 0  # under which they are kept
+
+
+@dataclass(frozen=True, slots=True)
+class KvHandedOver:
+    """A worker was told to fetch what a turn left from one that leaves. `at`: Unix s."""
+
+    worker_id: int
+    at: float
 
 
 @dataclass(slots=True)
@@ -243,6 +255,16 @@ class KvMoves:
 
     rates: KvRates = field(default_factory=KvRates)
     under_way: dict[int, KvUnderWay] = field(default_factory=dict)  # by sample
+    #: By sample of a turn that is whole: who keeps its blocks for the turns behind it (`kv_turns`).
+    turns: dict[int, KvOffered] = field(default_factory=dict)
+    turns_nbytes: Counter[int] = field(default_factory=Counter)  # of these, by worker
+    handed: dict[int, KvHandedOver] = field(
+        default_factory=dict
+    )  # by the same, while they go from engine to engine
+    token_nbytes: int = 0  # of a token in its engines' blocks; 0: none has said it
+    keeps_turns: bool | None = None  # as was decided last
+    turns_kept: int = 0
+    turns_handed: int = 0
     offered: int = 0
     moved: int = 0
     prefilled: int = 0
@@ -416,6 +438,20 @@ class Turn:
     found_cached: dict[int, int] = field(default_factory=dict)
     unserved_since: float | None = None  # since when nobody has the weights that its tokens are of (Unix s)
     followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+def ancestors(samples: Mapping[int, Sample], turn: Turn) -> Iterator[tuple[Sample, int]]:
+    """The samples before a turn that are in memory, the nearest first, each with how many tokens of its prompt and completion the turn's
+    prompt begins with."""
+    parent, length = turn.parent, turn.parent.length
+    for _ in range(MAX_ANCESTORS):
+        sample = samples.get(parent.sample_id)
+        if sample is None or not length:
+            return
+        before = sample.group.turn
+        assert before is not None
+        yield sample, length
+        parent, length = before.parent, min(length, before.parent.length)
 
 
 @dataclass(frozen=True, slots=True)

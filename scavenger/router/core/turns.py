@@ -50,6 +50,7 @@ from scavenger.router.core.state import (
     Sample,
     Turn,
     Worker,
+    ancestors,
 )
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import UNFINISHED, EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
@@ -65,8 +66,8 @@ MAX_EPISODE_SAMPLES, MAX_OPEN_SAMPLES = 4096, 65_536
 MAX_EPISODE_PROMPT_BYTES, MAX_OPEN_PROMPT_BYTES = 256 << 20, 1 << 30
 #: Names of ended episodes that are kept, of a run that is open: their requests are refused, not generated again.
 MAX_ENDED_EPISODES = 65_536
-#: Of a turn: how many of the turns before it are looked at, and how many engines that have something of it.
-MAX_ANCESTORS, MAX_HOLDERS = 64, 4
+#: Of a turn: how many engines that have something of it are looked at.
+MAX_HOLDERS = 4
 #: Connections that follow one turn: a gateway that connected again, or another one that was asked the same.
 MAX_FOLLOWERS = 4
 #: A turn whose weights no engine has and nobody can give out is given up after this time (s): a trainer that restarts announces again.
@@ -420,18 +421,14 @@ def _waiting(core: Core, sample: Sample, now: float) -> affinity.Waiting:
 def _cached(core: Core, turn: Turn) -> list[tuple[int, int]]:
     """(worker, tokens): who is believed to have how much of the turn's prompt cached, of its nearest ancestors."""
     found: dict[int, int] = {}
-    parent, length = turn.parent, turn.parent.length
-    for _ in range(MAX_ANCESTORS):
-        sample = core.samples.get(parent.sample_id)
-        if sample is None or not length or len(found) >= MAX_HOLDERS:
+    for sample, length in ancestors(core.samples, turn):
+        if len(found) >= MAX_HOLDERS:
             break
         before = sample.group.turn
-        assert before is not None
-        at = before.cached_at.get(sample.index)
+        at = before.cached_at.get(sample.index) if before is not None else None
         worker = core.workers.get(at.worker_id) if at is not None else None
         if at is not None and worker is not None and _has_still(worker, at, length):
             found.setdefault(worker.id, length)
-        parent, length = before.parent, min(length, before.parent.length)
     return list(found.items())
 
 

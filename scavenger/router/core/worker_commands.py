@@ -26,7 +26,7 @@ from scavenger.protocol.messages import (
     WeightSource,
     words,
 )
-from scavenger.router.core import refusals, returns, samples
+from scavenger.router.core import kv_turns, refusals, returns, samples
 from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import LEAVING, GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
@@ -95,6 +95,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
         return
     worker.run.weights.directory.settled(worker.id)
     refusals.proved(worker.run, version)
+    kv_turns.gone(worker, version)
     first, worker.weights.loaded = worker.weights.loads == 0, version
     worker.engine.cache_tokens, worker.engine.best_batch = message.cache_tokens, message.best_batch
     worker.weights.loads += 1

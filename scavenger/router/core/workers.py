@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     Yield,
 )
 from scavenger.protocol.worker.events import Speculated
-from scavenger.router.core import samples, worker_commands, worker_counts
+from scavenger.router.core import kv_moves, kv_turns, samples, worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
 from scavenger.router.core.state import ActiveRun, GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
@@ -92,7 +92,8 @@ def sender(core: Core, conn: int, *, leaves: bool) -> Worker | None:
 def goodbye(core: Core, conn: int, worker: Worker, message: Goodbye) -> None:
     """The worker leaves, and sent all it had."""
     worker.departure.notice = message.notice
-    core.send_durable(conn, GoodbyeAck())
+    wanted = kv_turns.handed_over(core, worker, kv_moves.LEFT_S) if not message.failed else ()
+    core.send_durable(conn, GoodbyeAck(wanted))
     gone(core, worker, message.reason, crashed=message.failed, flushed=True)
     core.departed[conn] = None
     while len(core.departed) > MAX_DEPARTED:
@@ -340,6 +341,7 @@ def gone(
         core.lived.append(_life(worker, here=False))
     core.count("workers_lost")
     worker.run.weights.directory.gone(worker.id)
+    kv_turns.gone(worker)
     if worker.kind == "reserved":
         worker.run.reserved.memory_changed = True
         if (
