@@ -138,10 +138,11 @@ def tried(core: Core, worker: Worker, message: KvTried) -> None:
 
 
 def note_prefill(core: Core, sample: Sample) -> None:
-    """The first tokens of a lease that named no blocks came: its context was prefilled. A flush waits for some of them."""
+    """The first tokens of a lease that named no blocks came: its context was prefilled. A flush waits for some; not for a turn's."""
     if sample.assigned_at is None or sample.brings_kv:
         return
-    seconds = core.now - sample.assigned_at - core.limits.flush_ms / 1000
+    flush_s = core.limits.flush_ms / 1000 if sample.group.turn is None else 0.0
+    seconds = core.now - sample.assigned_at - flush_s
     sample.group.run.kv.rates.prefills.note(
         len(sample.group.prompt) // 4 + sample.lease_offset, min(seconds, MOST_REPORTED_S)
     )
