@@ -417,8 +417,9 @@ class EngineSection(Section):
     ([engines.md](engines.md#grouped-speculation)). The reference engine's tokens stay the same; vLLM's have the same
     distribution."""
     move_kv: bool = False
-    """`true`: a sample that moves takes its KV blocks along, where their transfer is predicted to be quicker than a prefill
-    ([engines.md](engines.md#kv-blocks-that-move)). Blocks that do not come, or are not just those, are prefilled."""
+    """`true`: a sample that moves takes its KV blocks along, and an agent's turn goes on from those of the turn before, where their
+    transfer is predicted to be quicker than a prefill ([engines.md](engines.md#kv-blocks-that-move)). Blocks that do not come, or are
+    not just those, are prefilled."""
     vllm: dict[str, JsonValue] = {}
     """vLLM: any other engine argument, by its Python name. Refused are those that the run or its job decides.
     Harvested engines take numbers, switches and plain names, and what the admin allows besides

@@ -545,7 +545,7 @@ class Daemon:
     def _kv_blocks(self, server: RouterServer) -> Iterator[status.KvBlocks]:
         for run in server.router.core.runs.values():
             found = run.kv
-            if found.offered and not run.ended:
+            if (found.offered or found.turns_kept) and not run.ended:
                 yield status.KvBlocks(
                     run.name,
                     found.moved,
@@ -555,6 +555,8 @@ class Daemon:
                     found.tokens,
                     found.nbytes,
                     found.seconds,
+                    found.turns_kept,
+                    found.turns_handed,
                 )
 
     # ---------------------------------------------------------------- what router and harvester ask of it

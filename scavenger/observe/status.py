@@ -250,7 +250,7 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class KvBlocks(msgspec.Struct, frozen=True):
-    """What became of the KV blocks of a run's moved samples since the daemon began; as in `KvMoves`."""
+    """What became of the KV blocks of a run's moved samples, and of its turns, since the daemon began; as in `KvMoves`."""
 
     run: str
     moved: int
@@ -260,6 +260,8 @@ class KvBlocks(msgspec.Struct, frozen=True):
     tokens: int
     nbytes: int
     seconds: float
+    turns_kept: int = 0
+    turns_handed: int = 0
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -514,10 +516,15 @@ def speculates(found: Speculation) -> str:
 
 def moves_kv(found: KvBlocks) -> str:
     """Pure."""
+    turns = (
+        f"; {found.turns_kept:,} turns' were kept, {found.turns_handed:,} of these from engines that left"
+        if found.turns_kept
+        else ""
+    )
     return (
         f"kv        run {found.run}: {found.moved:,} moved samples took {found.tokens:,} tokens' blocks along "
         f"({found.nbytes / 1e6:,.1f} MB, {found.seconds:.3f} s); {found.prefilled:,} prefilled as no slower, {found.gone:,} gone, "
-        f"{found.refused:,} refused"
+        f"{found.refused:,} refused{turns}"
     )
 
 

@@ -198,8 +198,8 @@ def test_an_order_to_fetch_is_answered_whatever_comes_of_it() -> None:
     (fetch,) = of(KeepOtherKv, t.hear(wire.FetchKv(9, 2, order)))
     assert (fetch.order, fetch.handle) == (order, 3), "under a number of its own"
     assert sent(t.do(TurnKvKept(3, 30 * 64, 0.25))) == [
-        KvKept((KvOffer(9, 2, 3, 30, 64),), HERE),
         KvTried(9, 2, 30, 30 * 64, 0.25),
+        KvKept((KvOffer(9, 2, 3, 30, 64),), HERE),
     ]
     (fetch,) = of(KeepOtherKv, t.hear(wire.FetchKv(10, 1, order)))
     assert sent(t.do(TurnKvKept(4, 0, 0.4, "they did not come"))) == [

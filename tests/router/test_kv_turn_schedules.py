@@ -161,9 +161,12 @@ class Episodes:
         found = self.leaving.get((order.order.source.endpoint, order.order.number))
         why = "nothing came" if found is None else self.fault_of_other(engine, found, order.order.tokens)
         self.seen[f"fetched {why}".strip()] += 1
+        nbytes = blocks.TOKEN_NBYTES * order.order.tokens
+        self.bench.say(
+            engine.conn, KvTried(order.sample_id, order.epoch, order.order.tokens, nbytes, 0.001, why)
+        )
         if found is not None and not why:
             self.keep(engine, order.sample_id, order.epoch, found)
-        self.bench.say(engine.conn, KvTried(order.sample_id, order.epoch, order.order.tokens, 0, 0.001, why))
 
     def fault_of_other(self, engine: Engine, found: KeptBlocks, tokens: int) -> str:
         own = msgspec.structs.replace(self.binding(engine.version, ()), tokens=tokens)

@@ -117,8 +117,9 @@ def test_an_engine_that_took_the_next_turn_of_another_s_is_told_where_they_are(t
     (ack,) = turns.got(11, GoodbyeAck)
     assert isinstance(ack, GoodbyeAck)
     assert ack.wanted == (1,)
-    turns.bench.say(12, KvKept((KvOffer(1, order.epoch, 40, LEFT, 64),), there(12)))
     turns.bench.say(12, KvTried(1, order.epoch, LEFT, 64 * LEFT, 0.01))
+    turns.bench.say(12, KvKept((KvOffer(1, order.epoch, 40, LEFT, 64),), there(12)))
+    assert turns.moves.rates.transfer_s(64 * LEFT) == 0.01
     lease = turns.ask([*PROMPT, *said, *TOOL], 12)
     assert lease.kv is not None
     assert (lease.kv.source, lease.kv.number) == (there(12), 40)

@@ -382,7 +382,7 @@ class SiblingTokens(Message, frozen=True):
 
 
 class FetchKv(Message, frozen=True):
-    """Another worker, which leaves, keeps the blocks of this turn's sample: keep them in its place. Answer KvTried; KvKept before it, where
+    """Another worker, which leaves, keeps the blocks of this turn's sample: keep them in its place. Answer KvTried, and KvKept where
     they came."""
 
     sample_id: int

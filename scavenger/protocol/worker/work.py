@@ -693,9 +693,12 @@ class Work:
             return []
         if not event.fault:
             self._turn_offers.append(offer)
+        note: list[WorkerAction] = (
+            [LogNote("turn-kv-not-kept", f"sample {offer.sample_id}: {event.fault}")] if event.fault else []
+        )
         if event.handle not in self._fetched_for:
             self.flush_at = self.flush_at if event.fault else now
-            return []
+            return note
         self._fetched_for.discard(event.handle)
         tried = messages.KvTried(
             offer.sample_id,
@@ -705,7 +708,7 @@ class Work:
             event.seconds,
             messages.words(event.fault),
         )
-        return [*self._offer_kv(), *self._send(tried)]
+        return [*note, *self._send(tried), *self._offer_kv()]
 
     def fetch_kv(self, message: messages.FetchKv, _now: float) -> list[WorkerAction]:
         """Keep what another worker kept, which leaves."""

@@ -73,8 +73,9 @@ def source_of(core: Core, sample: Sample, version: int) -> KvSource | None:
     if not decided.take:
         run.kv.prefilled += 1
         return None
+    here = offer.worker_id == sample.worker_id
     way = KvUnderWay(
-        holder, sample.worker_id, decided.nbytes, ahead, core.now, decided.within_s, of, offer.number
+        holder, sample.worker_id, decided.nbytes, ahead, core.now, decided.within_s, here, of, offer.number
     )
     run.kv.under_way[sample.id] = way
     return KvSource(offer.source, offer.number, offer.tokens, decided.within_s)
@@ -130,7 +131,8 @@ def tried(core: Core, worker: Worker, message: KvTried) -> None:
             tokens=message.tokens,
         )
         return
-    moves.rates.transfers.note(nbytes, seconds)
+    if way is None or not way.is_here:
+        moves.rates.transfers.note(nbytes, seconds)
     moves.moved += 1
     moves.tokens += message.tokens
     moves.nbytes += message.nbytes

@@ -99,17 +99,23 @@ def _within_bounds(core: Core, worker: Worker) -> None:
 
 
 def _kept_by(core: Core, worker: Worker) -> list[KeptTurn]:
-    """What an engine keeps of turns. One is superseded where a turn behind it left its own."""
+    """What an engine keeps of turns. One is superseded where a turn behind it, or behind another choice of it, left its own."""
     turns = worker.run.kv.turns
-    superseded = set()
+    passed: set[int] = set()  # groups behind which something is kept
     for sample_id in turns:
         turn = core.samples[sample_id].group.turn
         assert turn is not None
-        before = (sample.id for sample, _ in ancestors(core.samples, turn) if sample.id in turns)
-        superseded.add(next(before, 0))
+        for sample, _ in ancestors(core.samples, turn):
+            if sample.group.id in passed:
+                break
+            passed.add(sample.group.id)
     return [
         KeptTurn(
-            sample_id, offer.tokens, offer.tokens * offer.token_nbytes, offer.at, sample_id in superseded
+            sample_id,
+            offer.tokens,
+            offer.tokens * offer.token_nbytes,
+            offer.at,
+            core.samples[sample_id].group.id in passed,
         )
         for sample_id, offer in turns.items()
         if offer.worker_id == worker.id
@@ -135,10 +141,13 @@ def prefix_of(core: Core, sample: Sample, version: int) -> tuple[int, KvOffered]
 
 
 def fetched(core: Core, worker: Worker, message: KvTried) -> None:
-    """What came of blocks that a worker was told to fetch. It has said that it keeps them, if it does."""
+    """What came of blocks that a worker was told to fetch. Behind it comes that it keeps them, if it does."""
     run = worker.run
     handed = run.kv.handed.get(message.sample_id)
-    if handed is None or handed.worker_id != worker.id or not message.fault:
+    if handed is None or handed.worker_id != worker.id:
+        return
+    if not message.fault:
+        run.kv.rates.transfers.note(message.nbytes + handed.ahead, message.seconds)
         return
     del run.kv.handed[message.sample_id]
     core.connection_event(
@@ -175,11 +184,11 @@ def handed_over(core: Core, worker: Worker, stays_s: float) -> tuple[int, ...]:
         reason = decided.reason
         if one.superseded or not decided.take or takers[taker_id] + one.nbytes > TURNS_NBYTES:
             continue
-        order = KvSource(offer.source, offer.number, offer.tokens, decided.within_s)
+        order = KvSource(offer.source, offer.number, offer.tokens, stays_s)  # nobody waits for it
         core.send(
             core.workers[taker_id].conn, FetchKv(one.sample_id, core.samples[one.sample_id].epoch, order)
         )
-        run.kv.handed[one.sample_id] = KvHandedOver(taker_id, core.now)
+        run.kv.handed[one.sample_id] = KvHandedOver(taker_id, core.now, ahead)
         numbers.append(offer.number)
         takers[taker_id] += one.nbytes
         ahead += one.nbytes

@@ -234,16 +234,18 @@ class KvUnderWay:
     ahead: int
     at: float
     within_s: float
+    is_here: bool = False  # its engine keeps them itself: they cross no network
     of: int = 0  # the sample whose blocks they are; 0: its own
     number: int = 0  # under which they are kept
 
 
 @dataclass(frozen=True, slots=True)
 class KvHandedOver:
-    """A worker was told to fetch what a turn left from one that leaves. `at`: Unix s."""
+    """A worker was told to fetch what a turn left from one that leaves. `at`: Unix s; `ahead`: bytes that went the same way before."""
 
     worker_id: int
     at: float
+    ahead: int
 
 
 @dataclass(slots=True)
