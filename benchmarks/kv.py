@@ -1,11 +1,14 @@
 """Seconds to the first token of a sample that moved, with its KV blocks and without: two engines, side by side, in one run.
 
-    python benchmarks/kv.py [--tokens 256 1024 4096] [--rounds 7] [--hidden 512] [--layers 8]
+    python benchmarks/kv.py [--tokens 256 1024 4096] [--rounds 7] [--hidden 512] [--layers 8] [--turns]
 
 The sample has so many tokens on the first engine. Without: the second engine is given it and prefills. With: the first engine copies its
 blocks out and hashes them, the second fetches them over CURVE from another socket of this machine, checks every byte, and decodes. The time
 runs from the order to leave to the first new token, both halves included. The reference engine, float32, on a CPU; each round does both,
 in turns. Prints each ratio's median and spread.
+
+`--turns`: of an agent's turn whose prompt is all that the turn before had, on the first engine, and 64 tokens that a tool said. The time
+runs from when the second engine is given it; what the first engine kept it kept before, while the tool worked.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from rollout.engines.registry import builder
 from rollout.kv import KvMover
 from scavenger.protocol import keys
 from scavenger.protocol.messages import EngineSpec, KvSource, SampleKey, Sampling
-from scavenger.protocol.worker.events import KeepKv, KvLoaded, Request
+from scavenger.protocol.worker.events import KeepKv, KvLoaded, Request, TurnKvKept
 from scavenger.weights import manifest as manifests
 
 WITHIN_S = 60.0
+#: Tokens that a tool said.
+TOOL = 64
 
 
 def spec_of(options: argparse.Namespace) -> EngineSpec:
@@ -50,7 +55,7 @@ def spec_of(options: argparse.Namespace) -> EngineSpec:
             "tie_word_embeddings": True,
         }
     )
-    return EngineSpec("reference", text, "float32", 2, max(options.tokens) + 64, move_kv=True)
+    return EngineSpec("reference", text, "float32", 2, max(options.tokens) + TOOL + 64, move_kv=True)
 
 
 def weights(spec: EngineSpec) -> list[Any]:
@@ -84,6 +89,7 @@ class Sides:
     def __init__(self, engines: list[Any], spec: EngineSpec) -> None:
         self.engines = engines
         self.loaded: list[KvLoaded] = []
+        self.kept = asyncio.Event()
         self.movers = [
             KvMover(
                 engine,
@@ -91,7 +97,7 @@ class Sides:
                 "run",
                 keys.generate(),
                 "127.0.0.1",
-                report=self.loaded.append,
+                report=self._said,
                 taken=lambda _event: None,
                 on_fault=lambda fault: sys.exit(str(fault)),
                 clock=time.monotonic,
@@ -101,6 +107,14 @@ class Sides:
         for mover in self.movers:
             mover.loaded(1, b"root")
 
+    def _said(self, event: KvLoaded | TurnKvKept) -> None:
+        if isinstance(event, KvLoaded):
+            self.loaded.append(event)
+        elif event.fault:
+            sys.exit(event.fault)
+        else:
+            self.kept.set()
+
     async def begun(self, handle: int, tokens: int) -> tuple[int, ...]:
         """A sample on the first engine, with so many tokens."""
         one = self.engines[0]
@@ -109,6 +123,43 @@ class Sides:
         while len(made) < 4:
             made += await first_token(one)
         return made
+
+    async def finished(self, handle: int, tokens: int) -> tuple[int, ...]:
+        """A turn on the first engine with so many tokens, of which its mover keeps what it left. What it had."""
+        one, holder = self.engines[0], self.movers[0]
+        asked = replace(request(handle, tokens), max_new_tokens=4, leaves_kv=True)
+        await one.add(asked)
+        made: tuple[int, ...] = ()
+        while len(made) < 4:
+            made += await first_token(one)
+        order = KeepKv(handle, tokens - 1, "", of_turn=True)
+        assert holder.expects(order)
+        self.kept.clear()
+        await holder.keep(order)
+        await self.kept.wait()
+        return (*asked.prompt, *made)
+
+    async def behind(self, handle: int, tokens: int, with_kv: bool) -> float:
+        """Seconds from the next turn's lease elsewhere to its first token."""
+        before = await self.finished(handle, tokens)
+        (_, other), (holder, reader) = self.engines, self.movers
+        turn = replace(request(handle, tokens), prompt=(*before, *range(1, 1 + TOOL)))
+        began = time.monotonic()
+        if with_kv:
+            turn = replace(turn, kv=KvSource(holder.source, handle, tokens - 1, WITHIN_S))
+            assert reader.begins(turn)
+            found = await reader.fetched(turn)
+            assert found is not None, self.loaded[-1].fault
+            assert not reader.is_over(handle)
+            await other.add_with_kv(turn, found)
+        else:
+            await other.add(turn)
+        await first_token(other)
+        seconds = time.monotonic() - began
+        await other.abort([handle])
+        reader.used((handle,))
+        holder.drop((handle,))
+        return seconds
 
     async def moved(self, handle: int, tokens: int, with_kv: bool) -> float:
         """Seconds from the order to leave to the next token elsewhere."""
@@ -146,7 +197,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             found = {}
             for with_kv in (number % 2 == 0, number % 2 == 1):
                 handle += 1
-                found[with_kv] = await sides.moved(handle, tokens, with_kv)
+                play = sides.behind if options.turns else sides.moved
+                found[with_kv] = await play(handle, tokens, with_kv)
             pairs.append((found[False], found[True]))
         ratios = sorted(without / with_kv for without, with_kv in pairs[1:])
         rows.append(
@@ -178,6 +230,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--turns", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     asyncio.run(measure(options))

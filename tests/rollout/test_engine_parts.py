@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from rollout.engines import stopping
-from rollout.engines.base import EngineInfo, Weight
-from rollout.engines.stopping import Matcher, Stopping
+from rollout.engines.base import EngineInfo, Kv, Weight
+from rollout.engines.stopping import Matcher, Stopping, StoppingMover
 from rollout.engines.vllm.engine import lease_seed
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import SampleKey, Sampling
@@ -216,6 +216,26 @@ class Fixed:
         return b"digest"
 
 
+class FixedMover(Fixed):
+    """One that gives out blocks of whatever it is asked for, while the request runs."""
+
+    def kv_layout(self) -> str:
+        return "fixed"
+
+    def kv_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def kv_token_nbytes(self) -> int:
+        return 1
+
+    async def take_kv(self, handle: int, tokens: int) -> Kv | None:
+        text = (1, *self.tokens)[:tokens]
+        return None if handle in self.aborted else Kv(text, memoryview(bytes(tokens)))
+
+    async def add_with_kv(self, request: Request, kv: Kv) -> None:
+        await self.add(request)
+
+
 def views_with(tokenizer: bytes) -> list[TensorView]:
     """What a version of one weight holds, and the tokenizer beside it where there is one."""
     tensors = {"w": ("float32", (1,), memoryview(bytes(4)))}
@@ -261,6 +281,35 @@ def test_a_stop_text_ends_the_sample_wherever_it_was_moved(tokenizer: Path, acce
     assert made[-1].finish == "stop"
     assert inner.aborted == [1]
     assert all(len(d.token_ids) == len(d.logprobs) == len(d.raw_logprobs) for d in made)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_turn_that_a_stop_text_ends_leaves_the_blocks_of_what_was_kept_of_it(
+    tokenizer: Path, leaves: bool
+) -> None:
+    """The engine within goes on with it, and is told to forget it."""
+    tokens = ids(tokenizer, "0123>4567890")
+    inner = FixedMover(tokens, 100)
+    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]
+    how = Sampling(99, stop=("3>45",))
+    asked = Request(1, (1,), tuple(tokens[:2]), 9, how, 0, KEY, leaves_kv=leaves)
+
+    async def main() -> None:
+        await engine.load(1, views_with(tokenizer.read_bytes()))
+        await engine.add(asked)
+        assert (await engine.next())[-1].finish == "stop"
+        assert inner.aborted == [1]
+        kept = (1, *ids(tokenizer, "0123>4"))
+        found = await engine.take_kv(1, len(kept))
+        assert found == (Kv(kept, memoryview(bytes(len(kept)))) if leaves else None)
+        assert await engine.take_kv(1, len(kept)) is None, "taken once"
+        inner.aborted.clear()
+        await engine.add(asked)
+        await engine.next()
+        await engine.abort([1])
+        assert await engine.take_kv(1, len(kept)) is None
+
+    asyncio.run(main())
 
 
 def test_a_stop_text_before_min_tokens_is_no_end_and_is_not_found_later(tokenizer: Path) -> None:
