@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
     Drain,
     DropKv,
@@ -152,16 +153,21 @@ def test_what_other_weights_made_is_not_named(turns: Turns) -> None:
 def test_an_engine_that_has_the_prefix_in_its_cache_is_sent_nowhere(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples_of(turns), "keeps_prefixes", lambda _name, _options: True)
+    monkeypatch.setattr(engine_options, "keeps_prefixes", lambda _name, _options: True)
     _, lease = after_a_tool_call(turns)
     assert lease.kv is None
     assert 1 in turns.moves.turns
 
 
-def samples_of(_turns: Turns) -> object:
-    from scavenger.protocol import engine_options
-
-    return engine_options
+def test_an_engine_that_frees_a_finished_turn_s_blocks_at_once_is_not_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        harness, "SPEC", msgspec.structs.replace(harness.SPEC, name="vllm", context_length=4096)
+    )
+    turns = Turns()
+    assert not turns.ask(PROMPT).leaves_kv
+    assert turns.decisions("keep") == []
 
 
 def test_turns_whose_prefill_is_quicker_leave_nothing(turns: Turns) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from scavenger.policy import kv
 from scavenger.policy.kv import KeptTurn
+from scavenger.protocol import engine_options
 from scavenger.protocol.kv import TURNS_NBYTES
 from scavenger.protocol.messages import (
     MAX_KV_OFFERS,
@@ -49,7 +50,12 @@ ROOM = 7 / 8
 def leaves(core: Core, sample: Sample, worker: Worker) -> bool:
     """Whether the engine that a sample is leased to is to keep its blocks once it is finished. Nobody reads from a guest."""
     run, turn = sample.group.run, sample.group.turn
-    if turn is None or not run.engine.move_kv or worker.bounded:
+    if (
+        turn is None
+        or not run.engine.move_kv
+        or worker.bounded
+        or not engine_options.leaves_kv(run.engine.name)
+    ):
         return False
     tokens = turn.prompt_tokens + max(sample.accepted, round(run.turns.speeds.completion))
     decided = kv.keep_turn(tokens, run.kv.token_nbytes, run.kv.rates)
