@@ -250,7 +250,8 @@ def test_the_end_of_a_loan_disturbs_nothing_of_the_lender_and_another_may_follow
                 await asyncio.sleep(0.01)
         del stage.daemon.peers["his"]
         again = keys.generate("his", HIS.intent)
-        stage.daemon.said["hers"].clear()
+        for said in stage.daemon.said.values():  # of the loan before, too
+            said.clear()
         keys.write_keypair(keys.lent_key_path(stage.key), again)
         stage.allowed.add(again.public)
         stage.daemon.tell("hers", structs.replace(ORDER, public_key=again.public))
