@@ -234,6 +234,9 @@ class Decoder:
         self._waiting = [one for one in self._waiting if self._lane(one) != lane]
         self._lane_of = {handle: of for handle, of in self._lane_of.items() if of != lane}
         self._release([i for i, row in enumerate(self._rows) if row.lane == lane])
+        if lane == lanes.OWN:  # KV blocks come and go with the run's own samples alone
+            self._with_kv.clear()
+            self._left.clear()
 
     def _lane(self, request: Request) -> int:
         return self._lane_of.get(request.handle, lanes.OWN)

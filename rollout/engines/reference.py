@@ -241,6 +241,8 @@ class ReferenceEngine:
         self._cancelled += gone
         for handle in gone:
             self._joining_kv.pop(handle, None)
+        if lane == OWN:
+            self._leaves.clear()
         if not self._live:
             self._work.clear()
 
