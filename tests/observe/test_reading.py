@@ -56,13 +56,10 @@ def test_drafts_are_counted_over_engines_that_come_and_go() -> None:
             values[name][run.name,] for name in ("drafted_tokens", "accepted_drafts", "verifications")
         )
 
-    def beat(*totals: int) -> None:
-        bench.say(
-            W1,
-            Heartbeat(
-                (Held(lease.sample_id, lease.epoch, 0),), 0, 1, 0.0, 0, 0.0, "awake", 0, 0, 0.0, -1, *totals
-            ),
-        )
+    def beat(drafted: int, accepted: int, verifications: int) -> None:
+        held = (Held(lease.sample_id, lease.epoch, 0),)
+        totals = (drafted, accepted, verifications)
+        bench.say(W1, Heartbeat(held, 0, 1, 0.0, 0, 0.0, "awake", 0, 0, 0.0, -1, *totals))
 
     assert counted() == (0, 0, 0)
     beat(20, 11, 5)
@@ -80,7 +77,8 @@ def test_drafts_are_counted_over_engines_that_come_and_go() -> None:
 def test_what_engines_drafted_before_a_daemon_began_is_not_counted_by_it() -> None:
     bench, lease = one_lease()
 
-    def beat(conn: int, *totals: int) -> None:
+    def beat(conn: int, drafted: int, accepted: int, verifications: int) -> None:
+        totals = (drafted, accepted, verifications)
         held = (Held(lease.sample_id, lease.epoch, 0),)
         bench.say(conn, Heartbeat(held, 0, 1, 0.0, 0, 0.0, "awake", 0, 0, 0.0, -1, *totals))
 
