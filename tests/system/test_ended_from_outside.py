@@ -35,8 +35,8 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
         with scripted.opened(run_toml) as run:
             version = scripted.publish(run, source, small_model, 0)
             waiting = scripted.submit(
-                run, 1, version, samples=12, tokens=20
-            )  # four at a time: 24 s of one engine's work
+                run, 1, version, samples=16, tokens=20
+            )  # four at a time: 32 s of one engine's work
             [engine] = play.wait_for("an engine at work", lambda: play.busy(site), 60)
             _partitions_in_the_way(site)
             assert play.wait_for("an engine at work", lambda: play.busy(site), 60) == [engine], (
@@ -51,9 +51,12 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
             site, "SELECT sample_id, epoch, worker_id, start_len, end_len, reason FROM leases ORDER BY 1, 2"
         )
         moves = [sample.moves for group in groups for sample in group.samples]
-        assert (len(moves), set(moves)) == (12, {0, 1}), leases
-        assert moves.count(1) <= 4, leases
-        _lost_no_more_than_promised(site, moves.count(1))
+        cut = {sample for sample, *_, reason in leases if reason != "finished"}
+        assert 1 <= len(cut) <= 4, leases
+        # A sample that was cut before its first token has not moved.
+        assert (len(moves), max(moves)) in ((16, 0), (16, 1)), leases
+        assert moves.count(1) <= len(cut), leases
+        _lost_no_more_than_promised(site, len(cut))
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 60)
         was = play.job(site, job)
         assert was is None or (was.state, was.restart_count) == (JobState.CANCELLED, 0)
@@ -63,16 +66,16 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
         assert reports.check(site.ledger_url) == []
 
 
-def _lost_no_more_than_promised(site: DemoSite, moved: int) -> None:
+def _lost_no_more_than_promised(site: DemoSite, cut: int) -> None:
     """An engine that said goodbye lost nothing. One that Slurm killed first (a busy machine) lost a flush interval at most:
 
     at a pace of 2.5 tokens a second that is one token of each sample that it had.
     """
     [(lost, noticed)] = play.ask(
         site,
-        "SELECT sum(regenerated), min(notice) FROM workers WHERE kind = 'harvested' AND regenerated + salvaged > 0",
+        "SELECT coalesce(sum(regenerated), 0), min(notice) FROM workers WHERE kind = 'harvested' AND regenerated + salvaged > 0",
     )
-    assert lost <= (0 if noticed else moved), (lost, noticed, moved)
+    assert lost <= (0 if noticed else cut), (lost, noticed, cut)
     assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(lost,)]
 
 
