@@ -279,7 +279,7 @@ def test_a_higher_tier_takes_the_gpus_and_the_job_comes_back_under_its_own_id(
 # What scripts/rollout.sbatch.j2 does, in small: leave on the notice, and put the job back unless it is being ended.
 LEAVES = """
 echo life {restarts}
-{step} sleep 60
+{step} sh -c 'echo step; exec sleep 60'
 state=$({state})
 echo state $state
 if [ "$state" = RUNNING ]; then {requeue}; fi
@@ -299,11 +299,17 @@ def test_a_job_that_leaves_in_the_grace_and_requeues_itself_comes_back(
     out = tmp_path / "out"
     job = spec(leaver(backend), partition="scavenge", gpus=4, node="node1", output=out)
     victim = backend.cluster.submit(job)
-    wait_for("the step has started", lambda: out.exists() and "life 0" in out.read_text())
+    wait_for("the step has started", lambda: out.exists() and "step" in out.read_text())
     until(backend, victim, JobState.RUNNING)
     taker = backend.cluster.submit(spec("sleep 0.5", partition="normal", gpus=1, node="node1"))
+
+    def put_back() -> bool:
+        found = backend.job(victim)
+        assert found.state is not JobState.COMPLETED, out.read_text()
+        return found.restart_count == 1
+
     # it waits for some seconds only, which a busy machine may not see
-    wait_for("it is put back", lambda: backend.job(victim).restart_count == 1)
+    wait_for("it is put back", put_back)
     until(backend, taker, JobState.COMPLETED)
     # it left at once: the other job did not wait for the grace of 10 s
     assert backend.job(taker).start_time - backend.job(taker).submit_time < 10
@@ -314,7 +320,7 @@ def test_a_job_that_leaves_in_the_grace_and_requeues_itself_comes_back(
 def test_a_cancelled_job_does_not_put_itself_back(backend: Backend, tmp_path: Path) -> None:
     out = tmp_path / "out"
     job_id = backend.cluster.submit(spec(leaver(backend), partition="scavenge", gpus=4, output=out))
-    wait_for("the step has started", lambda: out.exists() and "life 0" in out.read_text())
+    wait_for("the step has started", lambda: out.exists() and "step" in out.read_text())
     until(backend, job_id, JobState.RUNNING)
     backend.cluster.cancel((job_id,))
     assert until(backend, job_id, JobState.CANCELLED).restart_count == 0
