@@ -145,7 +145,7 @@ def lending(since: float = NOW - 100, held: tuple[int, float] | None = (2, NOW -
 @pytest.mark.parametrize(
     ("demand", "rules", "why", "came_to_nothing"),
     [
-        ([run(1, queued=3), run(2, queued=5)], lending(), "3 samples of run run1", False),
+        ([run(1, queued=12), run(2, queued=5)], lending(), "12 samples of it wait", False),
         ([run(1)], lending(), "wants no engine, or is not open", False),
         ([run(1), run(2, 0, queued=5)], lending(), "wants no engine, or is not open", False),
         ([run(1), run(2, shares="")], lending(), "no longer shares engines", False),
@@ -168,6 +168,7 @@ def test_when_a_loan_ends(
     [
         ([run(1), run(2)], lending()),
         ([run(1), run(2)], lending(held=(0, NOW - HOLD_S + 1))),
+        ([run(1, queued=11), run(2, queued=5)], lending()),  # one it has: there is room for all of them
         ([run(1), run(2, queued=5)], lending(held=(0, NOW - 300))),
         ([run(1), run(2, queued=5)], lending(NOW - REGISTERS_S + 1, None)),
     ],

@@ -3,7 +3,7 @@
     runs whose samples wait for a slot, the one first that one more engine would save most
       + engines of other runs that have slots to spare, that run's first whose last engine saves least
       --both share, one base, equal settings, half of the batch free, no sample of the lender's waits--> LendSlots
-    a loan --the lender's samples wait, the borrower's do not, somebody no longer shares, it never came--> EndLoan
+    a loan --the lender needs the slots, the borrower has no sample, somebody no longer shares, it never came--> EndLoan
 
 Owns the rule. What is lent is never more than `harvest.lend_slots`, and never more than half of an engine's batch; an engine has one
 borrower, and a run borrows of one engine. A loan is worth no engine's start or end: the number of engines is decided before, as if nobody
@@ -48,7 +48,9 @@ def decide_loans(
             continue  # the loan ends with the engine
         held = rules.held.get(lent(intent_id))
         why = "harvest.lend_slots is 0" if rules.slots <= 0 else ""
-        if why := why or _over(loan, wants.get(job.run_id), wants.get(loan.run_id), held, now):
+        of = wants.get(job.run_id)
+        comes = of.queued // max(1, have[of.run_id]) if of is not None else 0  # to this engine, of what waits
+        if why := why or _over(loan, of, wants.get(loan.run_id), held, job.leases + comes, now):
             found.append(EndLoan(intent_id, why, held is None))
     if rules.slots <= 0:
         return found
@@ -113,9 +115,9 @@ def _may(job: OurJob, want: Demand, of: Demand | None, rules: LendingRules, fact
 
 
 def _over(
-    loan: Loan, of: Demand | None, want: Demand | None, held: tuple[int, float] | None, now: float
+    loan: Loan, of: Demand | None, want: Demand | None, held: tuple[int, float] | None, busy: int, now: float
 ) -> str:
-    """Why the loan ends; "" while it lasts."""
+    """Why the loan ends; "" while it lasts. `busy`: samples of the run whose engine it is that are in it, or about to be."""
     if not want or not want.engines:
         return f"run {loan.run}, to which {loan.slots} slots were lent, wants no engine, or is not open"
     if of is None or not of.shares or of.shares != want.shares:
@@ -123,8 +125,12 @@ def _over(
     if held is None:
         never = now - loan.since >= REGISTERS_S
         return f"no engine of run {loan.run} is in the slots that were lent to it" if never else ""
-    if of.queued:
-        return f"{of.queued} samples of run {of.run}, whose engine this is, wait for a slot"
+    if of.queued and busy > of.max_batch - loan.slots:
+        # When a step begins samples wait for weights, and not for slots.
+        return (
+            f"run {of.run}, whose engine this is, needs the slots: {of.queued} samples of it wait, and with its part of them the engine "
+            f"would have {busy} in {of.max_batch - loan.slots}"
+        )
     leases, idle_since = held
     if not want.queued and not leases and now - max(loan.since, idle_since) >= HOLD_S:
         return f"run {want.run} has had no sample in the slots that were lent to it for {HOLD_S:g} s, and none waits"
