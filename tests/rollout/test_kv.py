@@ -215,6 +215,36 @@ def test_what_a_turn_left_is_there_until_it_is_taken_or_the_turn_is_forgotten() 
     asyncio.run(main())
 
 
+def test_turns_of_adapters_beside_their_base_go_on_from_what_one_left_of_the_same_version() -> None:
+    pytest.importorskip("peft", reason="the adapters need the [lora] extra")
+    from tests.rollout import kinds
+    from tests.rollout.test_adapters_unmerged import Pulled
+    from tests.rollout.test_engine_adapters import LORA
+
+    async def main() -> None:
+        kind = kinds.Reference()
+        engine: Any = await kind.start(replace(kind.spec(), adapter_rank=LORA.rank, move_kv=True))
+        trained = Pulled(kind)
+        trained.step(1)
+        await engine.load(2, trained.version(2))
+        said, left = await finished(engine, 1)
+        beside = await first(engine, asked(7), 3)
+        brought = await rest(engine, behind(2, said), left)
+        await engine.abort([7])
+        alone = (await finish(engine, behind(2, said)))[2]
+        assert brought.token_ids == alone.token_ids
+        assert brought.logprobs == pytest.approx(alone.logprobs, abs=1e-12)
+        assert (await finish(engine, asked(7)))[7].token_ids[:3] == beside
+        again = (await finish(engine, dataclasses.replace(asked(4), leaves_kv=True)))[4].token_ids
+        trained.step(2)
+        await engine.load(3, trained.version(3))
+        assert left_in(engine) == {}
+        assert await engine.take_kv(4, 5 + len(again) - 1) is None, "of other adapters"
+        await engine.close()
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------- from process to process
 
 
