@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
+from rollout.kv import KvShelf
 from scavenger.protocol import messages as wire
 from scavenger.protocol.kv import MOST_NBYTES
 from scavenger.protocol.messages import KvKept, KvOffer, KvTried, WeightSource
@@ -61,6 +62,20 @@ def test_it_stays_for_its_readers_and_goes_with_the_last_of_them() -> None:
     assert of(EndWorker, t.do(KvTaken(1))) == []
     (end,) = of(EndWorker, t.do(KvTaken(0)))
     assert end.code == EXIT_PREEMPTED
+
+
+def test_it_stays_for_its_readers_where_its_shelf_says_at_once_what_is_waited_for() -> None:
+    t, shelf, said = keeping(), KvShelf(), []
+    for action in t.do(Terminate("SIGTERM")):
+        if isinstance(action, KeepKv):
+            assert shelf.expect(action.handle, 64 * action.tokens)
+        elif isinstance(action, LeaveKv):
+            shelf.leave(action.wanted)
+            said.append(KvTaken(shelf.wanted()))
+    for one in said:
+        t.do(one)
+    assert of(EndWorker, t.hear(wire.GoodbyeAck())) == []
+    assert len(of(EndWorker, t.do(KvTaken(0)))) == 1
 
 
 def test_it_stays_no_longer_than_its_bound_and_never_beyond_the_goodbye_s_own() -> None:

@@ -439,7 +439,8 @@ class Work:
         kept = self._keep_kv(running) if keep else []
         leave: list[WorkerAction] = [LeaveKv()] if self._kv_source is not None else []
         handles = tuple(held.handle for held in running)
-        return [*leave, *kept, *([Abort(handles)] if handles else [])]
+        # `LeaveKv` is answered with how much is waited for: what is kept now is counted in.
+        return [*kept, *leave, *([Abort(handles)] if handles else [])]
 
     def beat(
         self, progress: int, now: float, unacked_s: float, speculated: Speculated = NOT_SPECULATED
