@@ -365,6 +365,25 @@ def test_a_turn_whose_engine_is_lost_gets_its_weights_from_an_engine_that_others
     assert (moved[0].sample_id, moved[0].version, len(moved[0].accepted)) == (begun.sample_id, 1, 12)
 
 
+def test_when_a_turn_of_older_weights_has_its_engine_the_others_go_on_to_the_newest_at_once() -> None:
+    bench = opened()
+    bench.join(W1)
+    turn(bench, ask("a"))
+    [begun] = bench.leases(W1)
+    bench.chunk(W1, begun, 0, 3)
+    bench.publish(2)
+    for conn in (W2, W3):
+        bench.hello(conn)
+        bench.say(conn, WeightsLoaded(2, root(2)))
+    bench.handle(JobGone("job11", 0, "preempted", crashed=False))
+    for conn in (W2, W3):
+        assert bench.take(conn, UseWeights)[-1].version == 1, "either may be the first to have them"
+    bench.say(W2, WeightsLoaded(1, root(1)))
+    [moved] = bench.leases(W2)
+    assert (moved.sample_id, moved.version) == (begun.sample_id, 1)
+    assert bench.take(W3, UseWeights)[-1].version == 2
+
+
 def test_two_engines_keep_the_weights_of_a_turn_that_their_trainer_has_let_go() -> None:
     bench = opened()
     bench.join(W1)

@@ -238,6 +238,9 @@ class Router:
                 turns.switch_busy_workers(self.core, run)
             if run.turns.queue:  # before any step's samples: a caller waits for them
                 turns.place(self.core, run)
+                self._steer_idle(run, anyway=False)  # what waited for older weights may be placed
+                if run.due.changed_workers:
+                    run.cached.serving = None
             if run.settings.max_off_policy_steps:
                 returns.expire(self.core, run)
                 policy_driver.switch(self.core, run)
