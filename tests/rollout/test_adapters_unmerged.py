@@ -77,9 +77,10 @@ def engine_of(llm: Any, rank: int = LORA.rank) -> VllmEngine:
 
 
 class Adapting(Llm):  # type: ignore[misc]  # of a module that is imported only where torch is: Any
-    """`lacks`: layers that it has no place for."""
+    """`lacks`: layers that it has no place for. `begun`: set when adapters come, which are then never put in place; None: they are."""
 
     lacks = 0
+    begun: asyncio.Event | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +88,10 @@ class Adapting(Llm):  # type: ignore[misc]  # of a module that is imported only 
         self.kept: list[list[int]] = []  # numbers that were to stay
 
     async def collective_rpc(self, name: str, timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+        if name == "scavenger_drop_adapters":
+            self.calls.append(name)
+            self.kept.append(args[0])
+            return [None]
         if name != "scavenger_adapt":
             found: list[Any] = await super().collective_rpc(name, timeout, args)
             return found
@@ -95,6 +100,9 @@ class Adapting(Llm):  # type: ignore[misc]  # of a module that is imported only 
         self.kept.append(keep)
         assert scale == LORA.alpha / LORA.rank
         self.numbers.append(number)
+        if self.begun is not None:
+            self.begun.set()
+            await asyncio.Event().wait()
         return [len(rows) - self.lacks]
 
 
@@ -130,6 +138,51 @@ def test_a_layer_that_vllm_has_no_place_for_is_refused() -> None:
         llm.lacks = 3
         with pytest.raises(EngineError, match="adapters for 14 layers, and vLLM has a place for 11 of them"):
             await engine_of(llm).load(2, trained.version(2))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_borrower_whose_adapters_do_not_get_in_stops_no_sample_of_the_lender(leaves: bool) -> None:
+    async def main() -> None:
+        llm, trained = Adapting(), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        trained.step(1)
+        await engine.load(2, trained.version(2))
+        trained.step(2)
+        del llm.calls[:]
+        if leaves:
+            llm.begun = asyncio.Event()
+            loading = asyncio.create_task(engine.load_beside(1, trained.version(3)))
+            await llm.begun.wait()
+            loading.cancel()
+            await asyncio.wait((loading,))
+            assert loading.cancelled()
+        else:
+            llm.lacks = 3
+            with pytest.raises(EngineError, match="vLLM has a place for 11 of them"):
+                await engine.load_beside(1, trained.version(3))
+        stop, drop, go = "pause_generation", "scavenger_drop_adapters", "resume_generation"
+        assert [call for call in llm.calls if call in (stop, drop, go)] == [stop, drop, go]
+        assert llm.kept[-1] == [1], "the lender's alone"
+        assert engine.borrowers() == frozenset()
+
+    asyncio.run(main())
+
+
+def test_a_lender_s_version_that_does_not_fit_stops_no_sample_of_the_borrower() -> None:
+    async def main() -> None:
+        llm, trained = Adapting(), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        trained.step(1)
+        await engine.load(2, trained.version(2))
+        await engine.load_beside(1, trained.version(2))
+        llm.lacks = 3
+        del llm.calls[:]
+        with pytest.raises(EngineError, match="vLLM has a place for 11 of them"):
+            await engine.load(3, trained.version(3))
+        assert llm.calls[-1] == "resume_generation"
+        assert engine.borrowers() == {1}
 
     asyncio.run(main())
 

@@ -267,7 +267,12 @@ class VllmEngine:
             self._pending = PendingWeights(version, views, names, found)
         else:
             async with self._weights_lock:
-                found = await self._put_in(version, views, names)
+                try:
+                    found = await self._put_in(version, views, names)
+                except BaseException:
+                    if self._lanes:  # other runs' samples wait for no version of this one
+                        await self._call(self._llm.resume_generation())
+                    raise
                 if self._spec.keep_cache or self._lanes:  # what is cached of older weights is found by nobody
                     await self._call(self._llm.resume_generation())
                 else:
@@ -413,11 +418,20 @@ class VllmEngine:
                     "the run that borrows slots has another base than the run whose engine this is",
                     "only runs of one base model share an engine",
                 )
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-            number = await self._beside_base(lane, adapters)
-            self._serial += 1
-            self._lanes[lane] = LentLane(f"lent-{self._serial}", number)
-            await self._call(self._llm.resume_generation())
+            try:
+                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                number = await self._beside_base(lane, adapters)
+                self._serial += 1
+                self._lanes[lane] = LentLane(f"lent-{self._serial}", number)
+            except BaseException:  # it does not fit, or whoever loads it leaves: nothing of it stays
+                await self._drop_others()
+                raise
+            finally:  # samples of all other lanes wait for this
+                await self._call(self._llm.resume_generation())
+
+    async def _drop_others(self) -> None:
+        """Adapters that no request may name."""
+        await self._call(self._llm.collective_rpc("scavenger_drop_adapters", CALL_S, (self._numbers(),)))
 
     async def add_beside(self, lane: int, request: Request) -> None:
         if lane not in self._lanes:
@@ -431,11 +445,12 @@ class VllmEngine:
 
     async def drop(self, lane: int) -> None:
         await self._end_streams(lane)
-        if self._lanes.pop(lane, None) is None or self._fault is not None:
-            return
-        async with self._weights_lock:
+        async with self._weights_lock:  # behind a load of it that is under way
+            self._lanes.pop(lane, None)
+            if self._fault is not None:
+                return
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-            await self._call(self._llm.collective_rpc("scavenger_drop_adapters", CALL_S, (self._numbers(),)))
+            await self._drop_others()
             await self._resume_with_clean_cache()
 
     # ------------------------------------------------------------ requests
