@@ -142,9 +142,10 @@ class ReferenceEngine:
         return 2 * layers * heads * width * DTYPES[self._spec.dtype].itemsize
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
-        if handle not in self._live and handle not in self._leaves:
-            return None
-        self._leaves.discard(handle)
+        if handle not in self._live:  # one that runs may end, and leave its blocks, before it is aborted
+            if handle not in self._leaves:
+                return None
+            self._leaves.discard(handle)
         return await self._compute(self._decoder.take_kv, handle, tokens)
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:

@@ -304,9 +304,10 @@ class StoppingMover(Stopping):
 
     async def _ends(self, ended: Mapping[int, int]) -> None:
         for handle, length in ended.items():
-            prompt = self._leaving.pop(handle, 0)
+            prompt = self._leaving.get(handle, 0)
             found = await self._moves.take_kv(handle, prompt + length - 1) if prompt and length else None
-            if found is not None:
+            wanted = self._leaving.pop(handle, None) is not None  # not aborted meanwhile, and of these weights
+            if found is not None and wanted:
                 self._left[handle] = found
 
     async def abort(self, handles: Iterable[int]) -> None:

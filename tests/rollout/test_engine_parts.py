@@ -312,6 +312,28 @@ def test_a_turn_that_a_stop_text_ends_leaves_the_blocks_of_what_was_kept_of_it(
     asyncio.run(main())
 
 
+def test_what_a_stop_text_ends_leaves_nothing_where_it_is_aborted_while_its_blocks_are_taken(
+    tokenizer: Path,
+) -> None:
+    inner = FixedMover(ids(tokenizer, "0123>4567890"), 100)
+    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]
+    taken = inner.take_kv
+
+    async def aborted_meanwhile(handle: int, tokens: int) -> Kv | None:
+        found = await taken(handle, tokens)
+        await engine.abort([handle])
+        return found
+
+    async def main() -> None:
+        await engine.load(1, views_with(tokenizer.read_bytes()))
+        await engine.add(Request(1, (1,), (), 11, Sampling(99, stop=("3>45",)), 0, KEY, leaves_kv=True))
+        inner.take_kv = aborted_meanwhile  # type: ignore[method-assign]
+        assert (await engine.next())[-1].finish == "stop"
+        assert engine._left == {}
+
+    asyncio.run(main())
+
+
 def test_a_stop_text_before_min_tokens_is_no_end_and_is_not_found_later(tokenizer: Path) -> None:
     made, _ = answer(tokenizer, "01201234", Sampling(99, stop=("012",), min_tokens=5))
     assert [t for d in made for t in d.token_ids] == ids(tokenizer, "012012")

@@ -245,6 +245,19 @@ def test_turns_of_adapters_beside_their_base_go_on_from_what_one_left_of_the_sam
     asyncio.run(main())
 
 
+def test_a_turn_that_ends_after_its_blocks_were_taken_and_before_it_is_aborted_leaves_nothing() -> None:
+    async def main() -> None:
+        async with reference() as one:
+            said = await first(one, dataclasses.replace(asked(1), leaves_kv=True), 2)
+            assert await one.take_kv(1, 5 + len(said) - 1) is not None
+            while not any(delta.finish for delta in await one.next()):
+                pass
+            await one.abort([1])
+            assert left_in(one) == {}
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------- from process to process
 
 
