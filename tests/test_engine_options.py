@@ -231,3 +231,11 @@ def test_numbers_that_could_harm_a_node_are_not_plain(options: dict[str, Any]) -
 )
 def test_only_vllm_with_its_prefix_cache_on_keeps_prefixes(engine: str, options: str, keeps: bool) -> None:
     assert engine_options.keeps_prefixes(engine, options) is keeps
+
+
+def test_options_are_not_read_again_for_each_placement_of_a_turn() -> None:
+    text = '{"enable_prefix_caching": true, "max_num_seqs": 1234}'
+    before = engine_options.keeps_prefixes.cache_info().hits
+    assert engine_options.keeps_prefixes("vllm", text)
+    assert engine_options.keeps_prefixes("vllm", text)
+    assert engine_options.keeps_prefixes.cache_info().hits > before

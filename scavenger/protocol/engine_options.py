@@ -150,13 +150,13 @@ def fault_of_text(text: str, *, harvested: bool, allowed: Collection[str] = ()) 
     return fault(options, harvested=harvested, allowed=allowed)
 
 
-@functools.lru_cache(maxsize=64)
 def leaves_kv(engine: str) -> bool:
     """Whether an engine of this name has the KV blocks of a finished request until they are taken (`Request.leaves_kv`). vLLM frees them at
     once; its prefix cache may have them yet."""
     return engine == "reference"
 
 
+@functools.lru_cache(maxsize=64)
 def keeps_prefixes(engine: str, options: str) -> bool:
     """Whether an engine of this name, with options as an `EngineSpec` carries them, finds the prefix of a later prompt in its KV cache. The
     reference engine computes each prompt whole. Options that are none say nothing."""
