@@ -187,9 +187,7 @@ class Episodes:
             self.bench.handle(JobGone(f"job{conn}", 0, "preempted", crashed=False))
 
     def publish(self) -> None:
-        """Other weights, between two turns; engines load them when they are asked to."""
-        if self.bench.router.core.runs[RUN].turns.open:
-            return
+        """Other weights, between two turns or while some wait; engines load them when they are asked to."""
         self.version += 1
         reply = self.bench.publish(self.version, self.version - 1)
         assert reply is not None
