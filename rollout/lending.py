@@ -51,13 +51,14 @@ class Lending:
         self._borrower: Borrower | None = None
         self._lends: Lends | None = None
         self._loan: asyncio.Task[None] | None = None
+        self._newest: LendSlots | None = None  # order
         self._over = ""  # why this process lends no more
 
     def order(self, order: LendSlots, engine: Engine, spec: EngineSpec) -> None:
         """Begin a loan once the one before is over, or only end that. Returns at once."""
         if self._over:
             return
-        before = self._loan
+        before, self._newest = self._loan, order
         self._leave(order.reason)
         self._loan = asyncio.create_task(self._carry_out(order, engine, spec, before))
 
@@ -86,10 +87,11 @@ class Lending:
     ) -> None:
         if before is not None:
             await asyncio.wait((before,))
-        if not order.public_key or self._over:
+        if not order.public_key or self._over or self._newest is not order:
             return
-        if self._key is None or not isinstance(engine, Lends):
-            _log.warning("lending.refused", run=order.run, reason="this engine is not one to be shared")
+        if self._key is None or not isinstance(engine, Lends) or not order.slots:
+            why = "this engine is not one to be shared" if order.slots else "no slots are lent"
+            _log.warning("lending.refused", run=order.run, reason=why)
             return
         try:
             pair = await read_when_there(self._key, order.public_key, KEY_S)

@@ -306,7 +306,8 @@ class StoppingMover(Stopping):
         for handle, length in ended.items():
             prompt = self._leaving.get(handle, 0)
             found = await self._moves.take_kv(handle, prompt + length - 1) if prompt and length else None
-            wanted = self._leaving.pop(handle, None) is not None  # not aborted meanwhile, and of these weights
+            # It may have been aborted meanwhile, or other weights may have been loaded.
+            wanted = self._leaving.pop(handle, None) is not None
             if found is not None and wanted:
                 self._left[handle] = found
 

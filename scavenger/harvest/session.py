@@ -446,6 +446,7 @@ class HarvestSession:
             why = outcome.error.cause if outcome.error is not None else ""
         if why:
             self._barred[action.intent_id, action.run_id] = outcome.now + BARRED_S
+            yield DropKey(borrower)
             event = rec.Event("slots_not_lent", action.run_id, action.intent_id, why, "{}", outcome.now)
             return (yield Report([event])).now
         self._loans[action.intent_id] = Loan(action.run_id, action.run, action.slots, outcome.now)

@@ -99,6 +99,7 @@ def test_the_run_that_one_more_engine_saves_most_borrows_of_the_run_whose_last_e
         ({"changing_since": NOW - 1}, {}, {}, RULES),
         ({"drain_kind": DrainKind.DRAINING, "asked_at": NOW - 1}, {}, {}, RULES),
         ({}, {"queued": 1}, {}, RULES),
+        ({}, {"max_batch": 1}, {"max_batch": 1}, RULES),
         ({}, {"shares": ""}, {}, RULES),
         ({}, {"shares": "another base"}, {}, RULES),
         ({}, {}, {"shares": ""}, RULES),
@@ -215,6 +216,7 @@ def test_where_it_cannot_be_done_nothing_is_lent_and_it_is_not_tried_again_at_on
     one = lender()
     found = perform(one, LEND, reply=reply)
     assert events(found) == []
+    assert DropKey(lent(A)) in found, "the key of nobody lies nowhere"
     event = records(found)[-1]
     assert isinstance(event, rec.Event)
     assert event.kind == "slots_not_lent"

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from rollout.engines.base import EngineHost, EngineInfo, Weight
 from rollout.engines.registry import with_stops
+from rollout.lending import Lending
 from rollout.worker import Options, RolloutWorker
 from scavenger.errors import EngineError
 from scavenger.protocol import keys, messages
@@ -22,6 +23,7 @@ from scavenger.protocol.worker.events import (
     EXIT_DRAINED,
     EXIT_PREEMPTED,
     Delta,
+    EndWorker,
     Request,
     Terminate,
     WorkerLimits,
@@ -325,3 +327,55 @@ def test_an_engine_that_is_not_to_be_shared_lends_nothing(play: Play) -> None:
         assert "his" not in stage.daemon.peers
 
     play(scene)
+
+
+class Leaving:
+    """A borrower that leaves when the test says so, whatever it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.may_end = asyncio.Event()
+
+    async def run(self) -> EndWorker:
+        await self.may_end.wait()
+        return EndWorker(EXIT_PREEMPTED, "told to")
+
+    def leave(self, reason: str) -> None:
+        self.told.append(reason)
+
+
+class Lender(Sharing):
+    def borrow(self, slots: int) -> Sharing:
+        return self
+
+    def recall(self) -> None: ...
+
+
+@pytest.mark.parametrize("orders", [[OVER], [structs.replace(ORDER, slots=0)]])
+def test_a_loan_that_was_ended_before_it_began_or_is_of_no_slots_never_begins(
+    tmp_path: Path, orders: list[messages.LendSlots]
+) -> None:
+    key, second = tmp_path / "lent.key", keys.generate("his", HIS.intent)
+    keys.write_keypair(key, HIS)
+    made: list[Leaving] = []
+
+    def new_borrower(*_of: object) -> Leaving:
+        made.append(Leaving())
+        return made[-1]
+
+    async def main() -> None:
+        lending, engine = Lending(key, new_borrower), Lender()
+        lending.order(ORDER, engine, SHARED)
+        async with asyncio.timeout(30.0):
+            while not made:
+                await asyncio.sleep(0.01)
+        keys.write_keypair(key, second)
+        for order in (structs.replace(ORDER, public_key=second.public), *orders):
+            lending.order(structs.replace(order, reason="another order"), engine, SHARED)
+        assert made[0].told == ["another order"] * 2
+        made[0].may_end.set()
+        assert lending._loan is not None
+        await asyncio.wait_for(asyncio.wait((lending._loan,)), 30.0)
+        assert len(made) == 1
+
+    asyncio.run(main())

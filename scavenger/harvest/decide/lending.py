@@ -108,6 +108,7 @@ def _may(job: OurJob, want: Demand, of: Demand | None, rules: LendingRules, fact
         and not job.standby
         and not job.changing_since
         and not of.queued
+        and of.max_batch > 1
         and 2 * job.leases <= of.max_batch
         and rules.barred.get((job.intent_id, want.run_id), 0.0) <= facts.now
         and on_nodes_of(want.owner, job.node, facts)
