@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     WeightsLoaded,
     WeightSource,
 )
-from scavenger.router.core import audit, kv_turns
+from scavenger.router.core import audit, kv_moves, kv_turns
 from scavenger.router.core.state import KvMoves
 from tests.router import harness
 from tests.router.harness import root
@@ -252,6 +252,16 @@ def test_an_engine_that_is_to_fetch_them_and_dies_or_fails_leaves_nothing_behind
     assert turns.moves.handed == {}
     (event,) = turns.bench.events("kv_refused")
     assert "did not come" in event.reason
+
+
+def test_what_a_fetch_is_said_to_have_taken_is_bounded(turns: Turns) -> None:
+    turns.say(turns.ask(PROMPT))
+    turns.bench.join(12)
+    turns.bench.say(11, Goodbye("preempted", True))
+    (order,) = turns.got(12, FetchKv)
+    assert isinstance(order, FetchKv)
+    turns.bench.say(12, KvTried(1, order.epoch, LEFT, 64 * LEFT, 1e9))
+    assert {took for _, took in turns.moves.rates.transfers.means.values()} == {kv_moves.MOST_REPORTED_S}
 
 
 def test_a_drained_engine_is_as_one_that_is_preempted(turns: Turns) -> None:

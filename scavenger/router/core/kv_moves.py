@@ -109,10 +109,11 @@ def _ahead(core: Core, sample: Sample, holder: str) -> int:
 def tried(core: Core, worker: Worker, message: KvTried) -> None:
     """What came of the blocks that a lease named, by its engine's word."""
     sample, moves = worker.leases.get(message.sample_id), worker.run.kv
+    seconds = min(message.seconds, MOST_REPORTED_S)
     if sample is None or sample.epoch != message.epoch or not sample.brings_kv:
-        kv_turns.fetched(core, worker, message)
+        kv_turns.fetched(core, worker, message, seconds)
         return
-    seconds, way = min(message.seconds, MOST_REPORTED_S), moves.under_way.pop(message.sample_id, None)
+    way = moves.under_way.pop(message.sample_id, None)
     # It waited for those before it, or shared the way with them.
     nbytes = message.nbytes + (way.ahead if way is not None else 0)
     if message.fault:

@@ -146,14 +146,14 @@ def prefix_of(core: Core, sample: Sample, version: int) -> tuple[int, KvOffered]
     return None
 
 
-def fetched(core: Core, worker: Worker, message: KvTried) -> None:
-    """What came of blocks that a worker was told to fetch. Behind it comes that it keeps them, if it does."""
+def fetched(core: Core, worker: Worker, message: KvTried, seconds: float) -> None:
+    """What came of blocks that a worker was told to fetch, in `seconds`. Behind it comes that it keeps them, if it does."""
     run = worker.run
     handed = run.kv.handed.get(message.sample_id)
     if handed is None or handed.worker_id != worker.id:
         return
     if not message.fault:
-        run.kv.rates.transfers.note(message.nbytes + handed.ahead, message.seconds)
+        run.kv.rates.transfers.note(message.nbytes + handed.ahead, seconds)
         return
     del run.kv.handed[message.sample_id]
     core.connection_event(
