@@ -301,10 +301,10 @@ class BorrowerFace:
         return await self._batch.next(self._face)
 
     async def sleep(self) -> None:
-        raise EngineError("whoever borrows slots does not put the engine to sleep")
+        raise EngineError("a run that borrows slots does not put the engine to sleep")
 
     async def wake(self) -> None:
-        raise EngineError("whoever borrows slots does not wake the engine")
+        raise EngineError("a run that borrows slots does not wake the engine")
 
     async def bytes_held(self) -> Sequence[int]:
         return await self._engine.bytes_held()
@@ -319,7 +319,7 @@ class BorrowerFace:
         """What siblings say elsewhere is no draft here: an engine that drafts is not shared."""
 
     async def forget(self, run: str) -> None:
-        raise EngineError(f"whoever borrows slots does not change hands to run {run}")
+        raise EngineError(f"an engine in lent slots does not change hands to run {run}")
 
     async def close(self) -> None:
         await self._batch.end(self._face)

@@ -410,6 +410,7 @@ class Work:
         actions = self._forget(dropped)
         self._wanted, self._waiting, self.loaded_version, self._ahead = None, [], -1, -1
         self._turn_kv, self._turn_offers = {}, []
+        self._fetched_for.clear()
         self.loaded_root = self.loaded_merged = b""
         return [
             LogNote(
