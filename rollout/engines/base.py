@@ -99,6 +99,10 @@ def refuse_impossible(request: Request, context_length: int, vocab_size: int) ->
         raise EngineError(
             f"a token id lies outside the vocabulary of {vocab_size}", "use the model's own tokenizer"
         )
+    if not all(0 <= token < vocab_size for token in request.sampling.stop_token_ids):
+        raise EngineError(
+            f"a stop token id lies outside the vocabulary of {vocab_size}", "use the model's own token ids"
+        )
 
 
 class Engine(Protocol):

@@ -53,17 +53,19 @@ class SampledTokens:
 def sampling_logprobs(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """Log of the sampling distribution: `[n, vocab]` float64 from float64 logits, in the order temperature, top-k, top-p.
 
-    Rows with temperature 0 are the distribution that is certain of the arg max (the smallest id among equals).
+    Rows with temperature 0 are the distribution that is certain of the arg max (the smallest id among equals), and so are those whose
+    temperature is so near 0 that no logit divided by it is a number.
     """
     device = logits.device
     temperature = torch.tensor(
         [s.temperature if s.temperature > 0 else 1.0 for s in sampling], dtype=torch.float64, device=device
     )
     scaled = logits / temperature[:, None]
+    overflows = (~torch.isfinite(scaled.amax(-1))).tolist()
     for i, how in enumerate(sampling):
-        if how.temperature == 0:
+        if how.temperature == 0 or overflows[i]:
             certain = torch.full_like(scaled[i], -torch.inf)
-            certain[int(scaled[i].argmax())] = 0.0
+            certain[int(logits[i].argmax())] = 0.0
             scaled[i] = certain
         elif how.top_k > 0 or how.top_p < 1:
             scaled[i] = _truncate(scaled[i], how)

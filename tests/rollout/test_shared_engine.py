@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -276,6 +277,50 @@ def test_the_lender_comes_first_and_no_more_slots_are_taken_than_were_lent() -> 
         found = await mine
         assert len(found) == SPEC.max_batch
         same(KIND, found, await alone(hers.version, *some(LONG, SPEC.max_batch)))
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stop", [SPEC.context_length * 1000, -1000, 2**63])
+def test_a_stop_token_that_is_no_token_is_refused_alone_and_the_lender_goes_on(stop: int) -> None:
+    hers, his = Run(1), Run(2)
+    held_off = Sampling(24, stop_token_ids=(stop,), min_tokens=4)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        going = asyncio.create_task(finish(engine, *some()))
+        with pytest.raises(EngineError, match="a stop token id lies outside"):
+            await finish(guest, request(0, held_off))
+        same(KIND, await going, await alone(hers.version, *some()))
+
+    play(scene)
+
+
+def test_samples_of_any_sampling_options_have_logprobs_and_leave_the_lender_s_as_they_are() -> None:
+    hers, his = Run(1), Run(2)
+    least, everything = 5e-324, tuple(range(29))
+    options = (
+        Sampling(24, temperature=least),
+        Sampling(24, temperature=least, top_k=3, top_p=0.5),
+        Sampling(24, top_k=2**31 - 1, top_p=0.0),
+        Sampling(24, stop_token_ids=everything, min_tokens=24),
+    )
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        await guest.load(2, his.version)
+        mine, theirs = await asyncio.gather(
+            finish(engine, *some()), finish(guest, *(request(n, how) for n, how in enumerate(options)))
+        )
+        same(KIND, mine, await alone(hers.version, *some()))
+        for delta in theirs.values():
+            assert delta.finish, delta.error
+            assert all(map(math.isfinite, (*delta.logprobs, *delta.raw_logprobs)))
+        (greedy,) = (await alone(his.version, request(0, Sampling(24, temperature=0.0)))).values()
+        assert theirs[0].token_ids == greedy.token_ids
 
     play(scene)
 

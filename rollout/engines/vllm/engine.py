@@ -502,7 +502,7 @@ class VllmEngine:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
-        params = _params(request, self._layout.vocab_size)
+        params = _params(request)
         if brought is not None:
             params.extra_args = {"kv_transfer_params": brought}
         if self._kv_shape[2]:
@@ -854,7 +854,7 @@ def _added(answers: Iterable[dict[str, Any]]) -> dict[str, Sum]:
     return found
 
 
-def _params(request: Request, vocab_size: int) -> Any:
+def _params(request: Request) -> Any:
     """vLLM's sampling parameters of what is left of a sample. Budgets are less what is accepted; the seed is the lease's own.
 
     Raises `EngineError` for those that vLLM does not take.
@@ -866,10 +866,6 @@ def _params(request: Request, vocab_size: int) -> Any:
     least = max(0, how.min_tokens - accepted)
     # Where nothing is scaled, cut or forbidden the sampling distribution is the model's, and one logprob is both.
     plain = how.top_p == 1 and how.top_k == 0 and least == 0 and how.temperature in (0, 1)
-    if not all(0 <= token < vocab_size for token in how.stop_token_ids):
-        raise EngineError(
-            f"a stop token id lies outside the vocabulary of {vocab_size}", "use the model's own token ids"
-        )
     try:
         return SamplingParams(
             n=1,
