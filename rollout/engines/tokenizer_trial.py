@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import json
 import resource
 import signal
 import sys
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -27,6 +29,7 @@ NBYTES_A_BYTE = 64
 STACK_NBYTES = 2 << 20  # the engine opens it with 8 MiB
 MOST_CHARACTERS = 4096  # of one token; the library goes as deep into its stack as a token is long
 TRIED = 64  # tokens that are decoded: the first ones, and the longest
+MOST_DECODERS = 16  # of a sequence; Llama's has 4
 
 
 def _limit(which: int, most: int) -> None:
@@ -38,6 +41,8 @@ def _limit(which: int, most: int) -> None:
 def _try(data: bytes) -> None:
     """Open it, decode some tokens and drop it. Raises what the library raises, and `ValueError`."""
     tokenizer = Tokenizer.from_buffer(data)
+    if tokenizer.decoder is not None:
+        _refuse_unbounded(json.loads(tokenizer.decoder.__getstate__()))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     longest = heapq.nlargest(TRIED, vocabulary, key=len)
     if longest and len(longest[0]) > MOST_CHARACTERS:
@@ -47,6 +52,26 @@ def _try(data: bytes) -> None:
         with contextlib.suppress(Exception):  # some tokens alone are no text; a panic is no `Exception`
             for _ in range(2):
                 stream.step(tokenizer, token_id)
+
+
+def _refuse_unbounded(decoder: dict[str, Any]) -> None:
+    """What a decoder makes of tokens that follow each other cannot be tried out: there are too many of them. So it may search for texts
+    alone, as a regular expression may take any time, and put none in their place that is longer. Raises `ValueError`."""
+    left, seen = [decoder], 0
+    while left:
+        match one := left.pop():
+            case {"type": "Sequence", "decoders": [*parts]}:
+                left += parts
+                seen += len(parts)
+                if seen > MOST_DECODERS:
+                    raise ValueError(f"it has {seen:,} decoders; {MOST_DECODERS} are the most")
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                if len(new) > len(old):
+                    raise ValueError("a decoder replaces a text by a longer one")
+            case {"type": "Replace"}:
+                raise ValueError("a decoder searches with a regular expression")
+            case {"type": "BPEDecoder", "suffix": ""} | {"type": "CTC", "word_delimiter_token": ""}:
+                raise ValueError(f"a decoder {one['type']} puts a space before every character")
 
 
 def main() -> None:

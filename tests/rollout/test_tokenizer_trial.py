@@ -37,22 +37,29 @@ def unigram(*tokens: str) -> dict[str, Any]:
     return {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
 
 
+def in_turn(*decoders: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "decoders": [*decoders]}
+
+
 def view(data: bytes) -> TensorView:
     return TensorView(files.TOKENIZER, files.DTYPE, (len(data),), memoryview(data))
 
 
 STRIP = published(decoder={"type": "Strip", "content": "a", "start": 2**63, "stop": 2**63})
-# As many tokens before it, and longer, as are tried; its regular expression takes exponentially long for it.
-ODD = "a" * 30 + "!"
-LONGER = [f"{n:02}" + "b" * 40 for n in range(tokenizer_trial.TRIED)]
-SHORTER = [f"{n:02}" for n in range(tokenizer_trial.TRIED)]
-REGEX = published(
-    {
-        "type": "WordLevel",
-        "vocab": {token: n for n, token in enumerate([*SHORTER, ODD, *LONGER])},
-        "unk_token": "00",
-    },
-    decoder={"type": "Replace", "pattern": {"Regex": "^(a|a|aa)+$"}, "content": "x"},
+REGEX = {"type": "Replace", "pattern": {"Regex": "(x|xa)(a|a)*y"}, "content": ""}
+LONGER = {"type": "Replace", "pattern": {"String": "x"}, "content": "xx"}
+SPACES = {"type": "BPEDecoder", "suffix": ""}
+# What Llama's has: bytes, and a character for each that is a space.
+PLAIN: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+# Each token alone is a text; "a" and "bb" together are one that does not begin with "a".
+CHANGES = published(
+    {"type": "WordLevel", "vocab": {"a": 0, "bb": 1}, "unk_token": "a"},
+    decoder=in_turn({"type": "Fuse"}, {"type": "Replace", "pattern": {"String": "ab"}, "content": "z"}),
 )
 
 
@@ -103,8 +110,12 @@ CHARSMAP = base64.b64encode(b"\xff\xff\xff\xff" + bytes(10)).decode()
             published(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
             "ended with signal 6",
         ),
+        (published(decoder=REGEX), "a decoder searches with a regular expression"),
+        (published(decoder=in_turn(in_turn(LONGER))), "a decoder replaces a text by a longer one"),
+        (published(decoder=in_turn(SPACES)), "a decoder BPEDecoder puts a space before every character"),
+        (published(decoder=in_turn(*[{"type": "Fuse"}] * 17)), "it has 17 decoders; 16 are the most"),
     ],
-    ids=["panic", "long", "stack", "claims-8-GiB"],
+    ids=["panic", "long", "stack", "claims-8-GiB", "regex", "longer", "spaces", "many"],
 )
 def test_a_tokenizer_that_would_end_the_engine_is_refused_with_its_version(data: bytes, words: str) -> None:
     inner = Inner()
@@ -162,22 +173,35 @@ def test_a_panic_while_a_completion_is_decoded_is_an_error_of_the_engine() -> No
 
 
 def test_a_completion_that_the_tokenizer_cannot_decode_fails_alone() -> None:
-    odd, plain = len(SHORTER), 0
-    deltas = [Delta(n, (token,), (-1.0,), (-1.0,)) for n, token in ((1, odd), (2, plain), (1, plain))]
+    a, b = 0, 1
+    deltas = [Delta(n, (token,), (-1.0,), (-1.0,)) for n, token in ((1, b), (2, a), (1, a))]
     inner = Inner(*deltas)
     engine = engine_of(inner)
 
     async def main() -> list[Delta]:
-        await engine.load(1, [view(REGEX)])
-        await engine.add(request(1))
+        await engine.load(1, [view(CHANGES)])
+        await engine.add(request(1, accepted=(a,)))
         await engine.add(request(2))
         with pytest.raises(EngineError, match="cannot decode this completion"):
-            await engine.add(request(3, accepted=(odd,)))
+            await engine.add(request(3, accepted=(a, b)))
         return await engine.next()
 
     failed, went_on = asyncio.run(main())
     assert (failed.handle, failed.token_ids) == (1, ())
     assert "cannot decode this completion" in (failed.error or "")
-    assert "Onig" not in (failed.error or ""), "foreign words stay in the process"
+    assert "prefix" not in (failed.error or ""), "foreign words stay in the process"
     assert went_on == deltas[1]
     assert inner.aborted == [1]
+
+
+def test_the_decoders_of_models_are_taken() -> None:
+    inner = Inner()
+    engine = engine_of(inner)
+    decoders = (None, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}, in_turn(*PLAIN))
+
+    async def main() -> None:
+        for version, decoder in enumerate(decoders, 1):
+            await engine.load(version, [view(published(decoder=decoder))])
+
+    asyncio.run(main())
+    assert inner.loaded == [1, 2, 3]
