@@ -20,6 +20,7 @@ pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.model.adapters")
 from rollout.engines import merging, published  # noqa: E402  needs torch, as all that follows
+from rollout.engines.vllm import engine as vllm_engine  # noqa: E402
 from rollout.engines.vllm import setup  # noqa: E402
 from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
 from tests.rollout.test_asleep import Llm  # noqa: E402
@@ -183,6 +184,34 @@ def test_a_lender_s_version_that_does_not_fit_stops_no_sample_of_the_borrower() 
             await engine.load(3, trained.version(3))
         assert llm.calls[-1] == "resume_generation"
         assert engine.borrowers() == {1}
+
+    asyncio.run(main())
+
+
+def test_samples_of_a_borrower_are_taken_while_the_lender_loads_a_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def waits(*_of: object) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        llm, trained = Adapting(), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        monkeypatch.setattr(vllm_engine, "_params", lambda *_of: None)
+        monkeypatch.setattr(engine, "_stream", waits)
+        trained.step(1)
+        await engine.load(2, trained.version(2))
+        await engine.load_beside(1, trained.version(2))
+        llm.begun = asyncio.Event()
+        loading = asyncio.create_task(engine.load(3, trained.version(3)))
+        await llm.begun.wait()
+        with pytest.raises(EngineError, match="holds no weights"):
+            await engine.add(request(1))
+        await engine.add_beside(1, request(2))
+        assert set(engine._streams) == {2}
+        loading.cancel()
+        await engine.abort([2])
+        await asyncio.wait((loading,))
 
     asyncio.run(main())
 

@@ -290,8 +290,8 @@ class VllmEngine:
         base, adapters = merging.apart(views)
         if self._base is None or not merging.same_memory(self._base, base):
             if self._lanes and not await self._holds(base, names):
-                await self._end_streams()  # they are computed with the base that is about to go
-                self._lanes.clear()
+                self._lanes.clear()  # they are computed with the base that is about to go
+                await self._end_streams()
             if not self._lanes:
                 self._base = None  # until it is there whole
                 self._base_digest = await self._load_memory(version, base, names)
@@ -407,8 +407,8 @@ class VllmEngine:
         return frozenset(self._lanes)
 
     async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
+        self._lanes.pop(lane, None)  # at once: no request of it begins from now on
         await self._end_streams(lane)
-        self._lanes.pop(lane, None)
         own = list(tensors)
         views, names = published.checked(self._layout, own), published.names(self._layout, own)
         base, adapters = merging.apart(views)
@@ -498,7 +498,8 @@ class VllmEngine:
 
     async def _begin(self, request: Request, brought: dict[str, Any] | None) -> None:
         """`brought`: where vLLM's connector finds the entries of its first tokens."""
-        if not self._usable or self._asleep:
+        # What another run has in its lane is there while this run's own version is replaced.
+        if self._asleep or not (self._usable or request.handle in self._lane_of):
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
