@@ -129,7 +129,9 @@ class Decoder:
         self._lanes = lanes.Lanes(self._model) if spec.adapter_rank else None
         self._base: list[Weight] | None = None  # that is in place, where adapters are kept beside it
         self._lane_of: dict[int, int] = {}  # of requests that wait, by handle; none: the run's own
-        self._others = set[int]()  # lanes of other runs that hold weights
+        self._others: dict[
+            int, list[Weight]
+        ] = {}  # lanes of other runs that hold weights, and their base, equal to the one in place
         self._cache = self._new_cache()
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
@@ -203,21 +205,25 @@ class Decoder:
     def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
         """Put another run's adapters in a lane. Raises `EngineError` where they are of another base than the one in place, or do not fit:
         then the lane has none. Nothing of other lanes changes."""
+        known = self._others.get(lane, [])
         self.drop_lane(lane)
         base, adapters = merging.apart(list(tensors))
-        if self._lanes is None or self._base is None or not self._holds(base):
+        merging.refuse_larger(adapters, self._spec.adapter_rank)
+        # It was compared before: all requests would wait for it.
+        found = bool(known) and merging.same_memory(known, base)
+        if self._lanes is None or self._base is None or not (found or self._holds(base)):
             raise EngineError(
                 "the run that borrows slots has another base than the run whose engine this is",
                 "only runs of one base model share an engine",
             )
         self._lanes.put(lane, adapters)
-        self._others.add(lane)
+        self._others[lane] = base
 
     @torch.inference_mode()
     def drop_lane(self, lane: int) -> None:
         """Forget a lane's requests and adapters; what they left is overwritten."""
         self._clear_lane(lane)
-        self._others.discard(lane)
+        self._others.pop(lane, None)
         if self._lanes is not None:
             self._lanes.drop(lane)
 

@@ -30,6 +30,7 @@ FileRow = tuple[str, Sequence[int], int, int, int]
 #: What a weight that lies there becomes: dtype, scale, and the rows of A and B if it has an adapter.
 FileMerge = tuple[str, float, Sequence[FileRow]]
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+_RANK = "publish adapters of the rank that lora.rank says"
 _REMEDY = "publish the adapters with the base that they were trained on"
 
 
@@ -186,6 +187,14 @@ def apart(weights: Sequence[Weight]) -> tuple[list[Weight], list[Merged]]:
             weight = weight.base if weight.base.dtype == weight.dtype else Merged(weight.base, weight.dtype)
         base.append(weight)
     return base, [one for one in weights if isinstance(one, Merged) and one.adapter is not None]
+
+
+def refuse_larger(adapters: Iterable[Merged], rank: int) -> None:
+    """Raises `EngineError` where one has a larger rank than `rank`: each row of it costs what its rank says."""
+    for one in adapters:
+        found = one.parts[1].shape[0]
+        if found > rank:
+            raise EngineError(f"weight {one.name!r} has an adapter of rank {found}, not {rank}", _RANK)
 
 
 def same_memory(one: Sequence[Weight], other: Sequence[Weight]) -> bool:

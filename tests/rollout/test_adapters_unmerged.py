@@ -216,6 +216,34 @@ def test_samples_of_a_borrower_are_taken_while_the_lender_loads_a_version(
     asyncio.run(main())
 
 
+def test_what_a_borrower_s_load_lacks_lets_all_others_go_on_and_its_base_is_summed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    summed = []
+    digest = merging.digest
+    monkeypatch.setattr(merging, "digest", lambda *given: summed.append(0) or digest(*given))
+
+    async def main() -> None:
+        llm, hers, his = Adapting(), Pulled(kinds.Reference()), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        await engine.load(2, hers.version(2))
+        for number, due in ((2, 1), (3, 1)):
+            await engine.load_beside(1, his.version(number))
+            assert (llm.calls[-1], len(summed)) == ("resume_generation", due)
+        llm.lacks = 3
+        with pytest.raises(EngineError, match="vLLM has a place for 11 of them"):
+            await engine.load_beside(1, his.version(4))
+        assert llm.calls[-1] == "resume_generation", "whatever was paused goes on"
+        assert not engine.borrowers()
+        llm.lacks = 0
+        await engine.load(5, kinds.Reference().views)
+        await engine.load(6, hers.version(6))
+        await engine.load_beside(1, his.version(5))
+        assert (len(summed), engine.borrowers()) == (2, {1})
+
+    asyncio.run(main())
+
+
 def test_vllm_is_asked_for_the_least_rank_that_it_has_room_for() -> None:
     kind = kinds.Vllm()
     _, _, config = setup.checked_config(kind.spec())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from scavenger.protocol.worker.events import Delta, Request
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import reference, shared  # noqa: E402  needs torch, as all that follows
+from rollout.engines import merging, reference, shared  # noqa: E402  needs torch, as all that follows
 from rollout.engines.reference import ReferenceEngine  # noqa: E402
 from tests.rollout.test_adapters_unmerged import Pulled  # noqa: E402
 from tests.rollout.test_engine_adapters import LORA  # noqa: E402
@@ -321,6 +322,71 @@ def test_samples_of_any_sampling_options_have_logprobs_and_leave_the_lender_s_as
             assert all(map(math.isfinite, (*delta.logprobs, *delta.raw_logprobs)))
         (greedy,) = (await alone(his.version, request(0, Sampling(24, temperature=0.0)))).values()
         assert theirs[0].token_ids == greedy.token_ids
+
+    play(scene)
+
+
+def test_adapters_of_a_larger_rank_than_the_run_s_are_refused_and_the_lender_goes_on() -> None:
+    hers, his = Run(1), Run(2)
+
+    def larger(one: Any) -> Any:
+        """The same adapter, with as many rows and columns of zeros more."""
+        if not (isinstance(one, merging.Merged) and one.adapter is not None):
+            return one
+        down, up, scale = one.adapter
+        (rank, width), (height, _) = down.shape, up.shape
+        zeros = memoryview(bytes(4 * 2 * rank * max(width, height)))
+        first = replace(down, shape=(2 * rank, width), data=zeros[: 8 * rank * width])
+        return replace(
+            one,
+            adapter=(first, replace(up, shape=(height, 2 * rank), data=zeros[: 8 * rank * height]), scale),
+        )
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        guest = borrowed(engine)
+        going = asyncio.create_task(finish(engine, *some()))
+        with pytest.raises(EngineError, match=f"an adapter of rank {2 * LORA.rank}, not {LORA.rank}"):
+            await guest.load(2, [larger(one) for one in his.version])
+        with pytest.raises(EngineError, match="no weights"):
+            await guest.add(request(0))
+        await guest.load(3, his.version)
+        same(KIND, await finish(guest, *some()), await alone(his.version, *some()))
+        same(KIND, await going, await alone(hers.version, *some()))
+
+    play(scene)
+
+
+def test_the_base_of_a_borrower_is_compared_once_and_again_where_it_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hers, his, other = Run(1), Run(2), Run(3)
+
+    async def scene(stage: Shared, engine: Engine) -> None:
+        await engine.load(2, hers.version)
+        decoder, compared = stage.raw._decoder, 0
+        holds = decoder._holds
+
+        def counted(base: Any) -> bool:
+            nonlocal compared
+            compared += 1
+            return holds(base)
+
+        monkeypatch.setattr(decoder, "_holds", counted)
+        guest = borrowed(engine)
+        for seed, due in ((2, 1), (5, 1), (6, 1)):
+            newer = his.next(seed)
+            await guest.load(seed, newer)
+            assert compared == due, "all requests wait while it is compared"
+        same(KIND, await finish(guest, *some()), await alone(newer, *some()))
+        await guest.load(7, other.version)
+        assert compared == 2, "it came to other memory"
+        await engine.load(3, KIND.views, summed=True)
+        await engine.load(4, hers.version)
+        with pytest.raises(EngineError, match="holds another base"):
+            await guest.load(8, other.version)
+        await borrowed(engine).load(8, other.version)
+        assert compared == 3, "the base in place was replaced"
 
     play(scene)
 

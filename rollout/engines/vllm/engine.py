@@ -138,10 +138,13 @@ class PendingWeights(NamedTuple):
 
 
 class LentLane(NamedTuple):
-    """Another run's adapters. `name`: of this load, never that of another; `lora`: their number in vLLM, None: it has the base alone."""
+    """Another run's adapters. `name`: of this load, never that of another; `lora`: their number in vLLM, None: it has the base alone.
+    `base`: theirs, which was found to be the one in place, whose digest is `digest`."""
 
     name: str
     lora: int | None
+    base: Sequence[Weight]
+    digest: bytes
 
 
 class VllmEngine:
@@ -407,13 +410,19 @@ class VllmEngine:
         return frozenset(self._lanes)
 
     async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
-        self._lanes.pop(lane, None)  # at once: no request of it begins from now on
+        before = self._lanes.pop(lane, None)  # at once: no request of it begins from now on
         await self._end_streams(lane)
         own = list(tensors)
         views, names = published.checked(self._layout, own), published.names(self._layout, own)
         base, adapters = merging.apart(views)
+        merging.refuse_larger(adapters, self._spec.adapter_rank)
         async with self._weights_lock:
-            if self._asleep or not await self._holds(base, names):
+            known = (
+                before is not None
+                and before.digest == self._base_digest
+                and merging.same_memory(before.base, base)
+            )
+            if self._asleep or self._base is None or not (known or await self._holds(base, names)):
                 raise EngineError(
                     "the run that borrows slots has another base than the run whose engine this is",
                     "only runs of one base model share an engine",
@@ -422,12 +431,14 @@ class VllmEngine:
                 await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
                 number = await self._beside_base(lane, adapters)
                 self._serial += 1
-                self._lanes[lane] = LentLane(f"lent-{self._serial}", number)
+                self._lanes[lane] = LentLane(f"lent-{self._serial}", number, base, self._base_digest)
             except BaseException:  # it does not fit, or whoever loads it leaves: nothing of it stays
-                await self._drop_others()
+                if self._fault is None:
+                    await self._drop_others()
                 raise
             finally:  # samples of all other lanes wait for this
-                await self._call(self._llm.resume_generation())
+                if self._fault is None:
+                    await self._call(self._llm.resume_generation())
 
     async def _drop_others(self) -> None:
         """Adapters that no request may name."""
