@@ -23,6 +23,7 @@ from scavenger.protocol.messages import (
     WorkerHello,
 )
 from scavenger.protocol.messages import PROTOCOL as VERSION
+from scavenger.router.core import guests
 from scavenger.router.core.events import (
     HelloReceived,
     IntentHandedOver,
@@ -75,6 +76,23 @@ def test_the_order_is_repeated_until_a_heartbeat_names_its_key() -> None:
     assert bench.take(FIRST, LendSlots) == over
     bench.beat("")
     assert bench.take(FIRST, LendSlots) == []
+
+
+def test_what_a_run_held_against_a_borrower_goes_with_its_key() -> None:
+    bench = Lending()
+    bench.borrow()
+    of_b = bench.router.core.runs["b"]
+    assert list(of_b.guests) == [LENT]
+    of_b.guests[LENT].refused = "3 samples failed on it"
+    hello = WorkerHello(VERSION, "harvested", "b", "s9", 0, 7, "n1", 1, "reference", "0", 1)
+    bench.handle(HelloReceived(15, PeerIdentity("worker", "key-lent", "b", LENT), hello))
+    (refused,) = bench.take(15, Rejected)
+    assert (refused.reason, refused.remedy) == (
+        "the key to these lent slots is refused: 3 samples failed on it",
+        guests.LENT,
+    )
+    bench.handle(OVER)
+    assert not of_b.guests
 
 
 def test_a_daemon_that_restarted_ends_what_it_did_not_lend() -> None:

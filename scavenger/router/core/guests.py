@@ -7,7 +7,7 @@ starts again. Nothing that a guest does stops a run.
 
 from __future__ import annotations
 
-from scavenger.protocol.messages import GUEST_INTENT, Rejected, WorkerHello, words
+from scavenger.protocol.messages import GUEST_INTENT, LENT_INTENT, Rejected, WorkerHello, words
 from scavenger.router.core import worker_commands
 from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.state import ActiveRun, GuestStanding, Worker
@@ -16,6 +16,7 @@ from scavenger.router.core.tables import Core
 #: Samples that fail on a guest before it is refused. An engine whose memory is too small for the run fails each one that it is given.
 MOST_FAILURES = 3
 RENEW = "mend it, and have the site's admin renew the key (scavenger keys guest); a restart of the daemon admits it too"
+LENT = "read the log of the job whose engine lends them; the daemon ends this loan, and each loan has a key of its own"
 
 
 def fault(run: ActiveRun, identity: PeerIdentity, hello: WorkerHello) -> Rejected | None:
@@ -29,6 +30,8 @@ def fault(run: ActiveRun, identity: PeerIdentity, hello: WorkerHello) -> Rejecte
     ):
         return None
     if standing.refused:
+        if identity.intent_id.startswith(LENT_INTENT):
+            return Rejected(words(f"the key to these lent slots is refused: {standing.refused}"), LENT)
         return Rejected(words(f"this guest's key is refused: {standing.refused}"), RENEW)
     if not identity.intent_id.startswith(GUEST_INTENT):
         return None  # of a harvested job the later incarnation is the one that lives
@@ -51,6 +54,12 @@ def admitted(core: Core, run: ActiveRun, identity: PeerIdentity) -> None:
         run.guests[identity.intent_id] = GuestStanding(identity.public_key, 0)
     elif standing.public_key != identity.public_key:
         run.guests[identity.intent_id] = GuestStanding(identity.public_key, core.next_worker_id)
+
+
+def loan_over(core: Core, lender: str) -> None:
+    """The job of this intent lends no slots any more: no worker comes under the borrower's key."""
+    for run in core.runs.values():
+        run.guests.pop(f"{LENT_INTENT}{lender}", None)
 
 
 def judge(core: Core, worker: Worker) -> None:

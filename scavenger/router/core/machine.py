@@ -155,6 +155,8 @@ class Router:
                 for worker in self._of_intent(event.intent_id):
                     worker_commands.hand_over(core, worker, event.public_key, event.reason)
             case SlotsLent():
+                if not event.public_key:
+                    guests.loan_over(core, event.intent_id)
                 for worker in self._of_intent(event.intent_id):
                     order = LendSlots(event.public_key, event.run, event.slots, words(event.reason))
                     worker_commands.lend(core, worker, order)

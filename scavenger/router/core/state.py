@@ -876,7 +876,7 @@ class ActiveRun:
     agreement: Agreement = field(default_factory=lambda: Agreement(SpanWindow(DEFAULT_RULES)))
     guests: dict[str, GuestStanding] = field(
         default_factory=dict
-    )  # by intent; no more than the admin invited
+    )  # by intent; no more than the admin invited, and slots are lent
     due: Due = field(default_factory=Due)
     cached: FleetCache = field(default_factory=FleetCache)
     stopped: str = ""  # why it cannot go on; empty: it can
