@@ -165,6 +165,18 @@ def test_either_worker_may_be_lost_without_the_other_s_samples(gone: str) -> Non
     assert bench.take(FIRST, Revoke) == []
 
 
+@pytest.mark.parametrize("lent", [True, False])
+def test_what_ends_an_engine_while_it_lends_is_not_held_against_the_lender_s_samples(lent: bool) -> None:
+    bench = Lending()
+    bench.borrow()
+    if not lent:
+        bench.handle(OVER)
+    bench.handle(JobGone(INTENT, 0, "exit code 1", True))
+    hers = [bench.sample(lease.sample_id) for lease in bench.hers]
+    assert {sample.failures for sample in hers} == {0 if lent else 1}
+    assert {sample.status for sample in hers} == {SampleStatus.QUEUED}
+
+
 def test_an_engine_that_leaves_or_changes_hands_is_not_asked_to_lend() -> None:
     for leaves in (IntentRevoked(INTENT, "other users wait"), replace(ORDER)):
         bench = TwoRuns()

@@ -312,7 +312,8 @@ def gone(
     leased = list(worker.leases.values())
     salvaged = sum(s.accepted for s in leased)
     regenerated = 0
-    blamed = crashed and not worker.bounded
+    # A sample of the run that borrows slots of it may be what ended it.
+    blamed = crashed and not worker.bounded and not worker.loan.public_key
     for sample in leased:
         lost = 0 if flushed else samples.lost_tokens(core, sample)
         regenerated += lost
