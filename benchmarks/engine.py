@@ -89,9 +89,7 @@ async def bare_round(engine: engines.VllmEngine, options: argparse.Namespace, fi
         )
         tokens = 0
         given = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt="bench/1")
-        async for output in engine._llm.generate(
-            given, engines._params(request, options.vocab), f"bare-{index}"
-        ):
+        async for output in engine._llm.generate(given, engines._params(request), f"bare-{index}"):
             tokens += len(output.outputs[0].token_ids)
         return tokens
 
