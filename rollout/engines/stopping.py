@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
@@ -28,6 +29,8 @@ from scavenger.errors import EngineError, describe
 from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 from scavenger.weights import files
 
+#: Tokenizers that are opened for one borrower in a loan. A run has one.
+MOST_BORROWED = 2
 _REMEDY = "run engines and trainer with one release of tokenizers, or use sampling.stop_token_ids"
 _NO_TOKENIZER = "the version's tokenizer.json, which sampling.stop needs, is no tokenizer here"
 
@@ -127,10 +130,12 @@ class Matcher:
 
 
 class Stopping:
-    """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last."""
+    """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last. `most`: tokenizers that it
+    opens; to open one holds up all that is in this process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, most: float = math.inf) -> None:
         self._engine = engine
+        self._openable = most
         self._tokenizer: Tokenizer | None = None
         self._digest = ""  # of the tokenizer's bytes
         self._matchers: dict[int, Matcher] = {}
@@ -229,6 +234,12 @@ class Stopping:
             return
         self._tokenizer, self._digest = None, ""
         if published is not None:
+            if self._openable <= 0:
+                raise EngineError(
+                    "the version brings another tokenizer.json than one before, and this engine opens no more of them in a loan",
+                    "publish the same tokenizer.json with each version",
+                )
+            self._openable -= 1
             copied = bytes(data)
             await _try_out(copied)
             with _library(_NO_TOKENIZER):
@@ -343,7 +354,7 @@ class StoppingLender(Stopping):
         self._lends = lends
 
     def borrow(self, slots: int) -> Engine:
-        return Stopping(self._lends.borrow(slots))
+        return Stopping(self._lends.borrow(slots), most=MOST_BORROWED)
 
     def recall(self) -> None:
         self._lends.recall()

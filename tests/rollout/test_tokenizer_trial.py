@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from rollout.engines import stopping, tokenizer_trial
 from rollout.engines.base import EngineInfo, Weight
-from rollout.engines.stopping import Matcher, Stopping
+from rollout.engines.stopping import Matcher, Stopping, StoppingLender
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import SampleKey, Sampling
 from scavenger.protocol.worker.events import Delta, Request
@@ -205,3 +205,23 @@ def test_the_decoders_of_models_are_taken() -> None:
 
     asyncio.run(main())
     assert inner.loaded == [1, 2, 3]
+
+
+class Lender(Inner):
+    def borrow(self, _slots: int) -> Inner:
+        return Inner()
+
+
+def test_a_borrower_s_versions_bring_few_tokenizers_in_a_loan_and_one_that_does_not_change_is_taken() -> None:
+    lender = Lender()
+    guest = StoppingLender(lender, lender).borrow(2)  # type: ignore[arg-type]
+    kinds = [published(decoder=decoder) for decoder in (None, *PLAIN[1:3])]
+
+    async def main() -> None:
+        for version, data in enumerate((kinds[0], kinds[0], kinds[1], kinds[1]), 1):
+            await guest.load(version, [view(data)])
+        for data in (kinds[2], kinds[0]):
+            with pytest.raises(EngineError, match="opens no more of them in a loan"):
+                await guest.load(5, [view(data)])
+
+    asyncio.run(main())
