@@ -424,8 +424,8 @@ class RunOpened(Message, frozen=True):
 
 class Denied(Message, frozen=True):
     """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead"; of a
-    gateway's also "conflict" (the request was another one before), "ended" (its episode is over), "full" (too much is open), "budget" (its
-    episode has used up its budget).
+    gateway's also "conflict" (the request was another one before), "ended" (its episode is over), "full" (too much is open, or the run
+    is being opened again), "budget" (its episode has used up its budget).
 
     "restored": the ledger was put back to an earlier state, in which this attempt does not exist. "ahead": the checkpoint of
     `resume_step` is later than the ledger, which ends at `last_step`.
