@@ -490,6 +490,7 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
         HarvestCode.STANDBY,
         HarvestCode.DIVISION,
         HarvestCode.HANDED_OVER,
+        HarvestCode.LENT,
         HarvestCode.MAX_ENVIRONMENTS,  # of environment workers, which take no GPU
     }
     assert {decision.code for decision, _ in REASONS} == set(HarvestCode) - acting
