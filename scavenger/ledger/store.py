@@ -82,6 +82,8 @@ NEVER_RELEASED = frozenset(f"{n:04}" for n in range(1, 9))
 #: A daemon that stands still in mid-transaction (stopped, a frozen host) holds its generation's row: PostgreSQL ends that transaction
 #: before the successor's wait for the row does. One that wakes tries the same transaction again, or finds itself fenced.
 _WRITER_IDLE_TIMEOUT_MS = 8_000
+#: A change of the schema is tried once: one that stands still for a while (a busy or frozen host) goes on.
+_SCHEMA_IDLE_TIMEOUT_MS = 120_000
 #: A connection's option: how SQLite opens its transactions. Only the writer takes the write lock at once.
 BEGIN = "ledger_begin"
 
@@ -293,6 +295,10 @@ def _schema_transaction(url: str) -> Iterator[Config]:
     engine = open_engine(url)
     try:
         with engine.connect().execution_options(**{BEGIN: "IMMEDIATE"}) as connection, connection.begin():
+            if connection.dialect.name == "postgresql":
+                connection.exec_driver_sql(
+                    f"SET LOCAL idle_in_transaction_session_timeout = {_SCHEMA_IDLE_TIMEOUT_MS}"
+                )
             yield _alembic(connection)
     except sa.exc.DBAPIError as error:
         what = remedy(error, failed="check that the ledger is reachable")

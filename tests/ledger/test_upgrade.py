@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,16 @@ def remove_changes(
     monkeypatch.setattr(store, "_migrations", lambda: theirs)
     store.upgrade(url)
     monkeypatch.setattr(store, "_migrations", lambda: ours)
+
+
+@pytest.mark.postgres
+def test_a_host_that_stands_still_for_a_while_breaks_off_no_upgrade(
+    postgres: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 50)
+    with store._schema_transaction(new_database(postgres)) as config:
+        time.sleep(0.5)  # it stands still
+        assert store.current_revision(config.attributes["connection"]) == ""
 
 
 def test_the_command_says_from_where_to_where(
