@@ -231,8 +231,10 @@ def test_a_host_that_stands_still_for_a_while_breaks_off_no_upgrade(
 ) -> None:
     monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 50)
     with store._schema_transaction(new_database(postgres)) as config:
+        connection = config.attributes["connection"]
+        assert store.current_revision(connection) == ""
         time.sleep(0.5)  # it stands still
-        assert store.current_revision(config.attributes["connection"]) == ""
+        assert store.current_revision(connection) == ""
 
 
 def test_the_command_says_from_where_to_where(
