@@ -22,6 +22,7 @@ from typing import Protocol, TypeGuard
 
 import structlog
 
+from rollout.engines.around import Around
 from rollout.engines.base import Engine, EngineInfo, SharesBatch, Weight
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, HearSiblings, Request, Speculated
@@ -187,20 +188,18 @@ class SharedBatch:
             self._pump = None
 
 
-class LenderFace:
+class LenderFace(Around):
     """`base.Engine` of the run whose engine it is, as it would be without borrowers."""
 
     def __init__(self, batch: SharedBatch, face: _Face) -> None:
-        self._batch, self._face, self._engine = batch, face, batch.engine
+        super().__init__(batch.engine)
+        self._batch, self._face = batch, face
 
     def borrow(self, slots: int) -> Engine:
         return self._batch.borrow(slots)
 
     def recall(self) -> None:
         self._batch.recalled = True
-
-    def info(self) -> EngineInfo:
-        return self._engine.info()
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self._batch.abandon(self._face)
@@ -212,7 +211,7 @@ class LenderFace:
     async def add(self, request: Request) -> None:
         try:
             await self._engine.add(self._batch.number(self._face, request))
-        except BaseException:
+        except BaseException:  # refused, or whoever adds it leaves: no token of it will come
             self._batch.unknown(self._face, request.handle)
             raise
 
@@ -226,21 +225,6 @@ class LenderFace:
         await self._batch.end_loans()
         self._batch.abandon(self._face)
         await self._engine.sleep()
-
-    async def wake(self) -> None:
-        await self._engine.wake()
-
-    async def bytes_held(self) -> Sequence[int]:
-        return await self._engine.bytes_held()
-
-    def progress(self) -> int:
-        return self._engine.progress()
-
-    def speculated(self) -> Speculated:
-        return self._engine.speculated()
-
-    async def hear(self, news: HearSiblings) -> None:
-        await self._engine.hear(news)
 
     async def forget(self, run: str) -> None:
         await self._batch.stop()
@@ -286,7 +270,7 @@ class BorrowerFace:
             raise EngineError(f"{self._slots} slots are lent, and each holds a sample")
         try:
             await self._engine.add_beside(self._face.lane, self._batch.number(self._face, request))
-        except BaseException:
+        except BaseException:  # refused, or whoever adds it leaves: no token of it will come
             self._batch.unknown(self._face, request.handle)
             raise
 

@@ -24,9 +24,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollout.engines import tokenizer_trial
-from rollout.engines.base import Engine, EngineInfo, Kv, Lends, MovesKv, Weight
+from rollout.engines.around import Around
+from rollout.engines.base import Engine, Kv, Lends, MovesKv, Weight
 from scavenger.errors import EngineError, describe
-from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
+from scavenger.protocol.worker.events import Delta, Request
 from scavenger.weights import files
 
 #: Tokenizers that are opened for one borrower in a loan. A run has one.
@@ -129,12 +130,12 @@ class Matcher:
         return self.length >= self._least and any(stop in text for stop in self._stops)
 
 
-class Stopping:
+class Stopping(Around):
     """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last. `most`: tokenizers that it
     opens; to open one holds up all that is in this process."""
 
     def __init__(self, engine: Engine, most: float = math.inf) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._openable = most
         self._tokenizer: Tokenizer | None = None
         self._digest = ""  # of the tokenizer's bytes
@@ -249,24 +250,6 @@ class Stopping:
     async def sleep(self) -> None:
         self._matchers.clear()
         await self._engine.sleep()
-
-    def info(self) -> EngineInfo:
-        return self._engine.info()
-
-    async def wake(self) -> None:
-        await self._engine.wake()
-
-    async def bytes_held(self) -> Sequence[int]:
-        return await self._engine.bytes_held()
-
-    def progress(self) -> int:
-        return self._engine.progress()
-
-    def speculated(self) -> Speculated:
-        return self._engine.speculated()
-
-    async def hear(self, news: HearSiblings) -> None:
-        await self._engine.hear(news)
 
     async def forget(self, run: str) -> None:
         self._matchers.clear()
