@@ -253,7 +253,7 @@ def test_a_borrower_s_key_lies_beside_the_engine_s_and_opens_nothing_after_the_l
         demand=list,
         leases=dict,
         register=allowed.__setitem__,
-        unregister=lambda public: allowed.pop(public, None),  # type: ignore[arg-type,return-value]
+        unregister=lambda public: allowed.pop(public, None),  # type: ignore[arg-type,return-value]  # what it gives back is dropped
     )
     mine = WorkerKeys(tmp_path, link)
     public = mine.mint("run2", lent(A))

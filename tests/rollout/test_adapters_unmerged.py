@@ -20,7 +20,7 @@ pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.model.adapters")
 from rollout.engines import merging, published  # noqa: E402  needs torch, as all that follows
-from rollout.engines.vllm import engine as vllm_engine  # noqa: E402
+from rollout.engines.vllm import engine as vllm_engine  # noqa: E402  needs torch
 from rollout.engines.vllm import setup  # noqa: E402
 from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
 from tests.rollout.test_asleep import Llm  # noqa: E402

@@ -290,7 +290,7 @@ def test_a_turn_that_a_stop_text_ends_leaves_the_blocks_of_what_was_kept_of_it(
     """The engine within goes on with it, and is told to forget it."""
     tokens = ids(tokenizer, "0123>4567890")
     inner = FixedMover(tokens, 100)
-    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]
+    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]  # has what is asked of it alone
     how = Sampling(99, stop=("3>45",))
     asked = Request(1, (1,), tuple(tokens[:2]), 9, how, 0, KEY, leaves_kv=leaves)
 
@@ -316,7 +316,7 @@ def test_what_a_stop_text_ends_leaves_nothing_where_it_is_aborted_while_its_bloc
     tokenizer: Path,
 ) -> None:
     inner = FixedMover(ids(tokenizer, "0123>4567890"), 100)
-    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]
+    engine = StoppingMover(inner, inner)  # type: ignore[arg-type]  # has what is asked of it alone
     taken = inner.take_kv
 
     async def aborted_meanwhile(handle: int, tokens: int) -> Kv | None:
@@ -327,7 +327,7 @@ def test_what_a_stop_text_ends_leaves_nothing_where_it_is_aborted_while_its_bloc
     async def main() -> None:
         await engine.load(1, views_with(tokenizer.read_bytes()))
         await engine.add(Request(1, (1,), (), 11, Sampling(99, stop=("3>45",)), 0, KEY, leaves_kv=True))
-        inner.take_kv = aborted_meanwhile  # type: ignore[method-assign]
+        inner.take_kv = aborted_meanwhile  # type: ignore[method-assign]  # for this call
         assert (await engine.next())[-1].finish == "stop"
         assert engine._left == {}
 

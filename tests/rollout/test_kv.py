@@ -711,7 +711,7 @@ def test_a_turn_whose_blocks_the_engine_has_not_is_not_kept() -> None:
         async def nothing(_handle: int, _tokens: int) -> Kv | None:
             return None
 
-        pair.engine.take_kv = nothing  # type: ignore[method-assign]
+        pair.engine.take_kv = nothing  # type: ignore[method-assign]  # as an engine that has none
         assert pair.holder.expects(LEFT)
         await pair.holder.keep(LEFT)
         (said,) = await pair.reports(1)

@@ -114,7 +114,7 @@ def test_samples_of_two_runs_in_one_batch_are_those_that_each_has_alone() -> Non
             together.append(stage.running())
             return found
 
-        stage.raw._decoder.step = watched  # type: ignore[assignment,method-assign]
+        stage.raw._decoder.step = watched  # type: ignore[assignment,method-assign]  # the real one, looked at
         mine, theirs = await asyncio.gather(finish(engine, *some()), finish(guest, *some()))
         assert {0: 4, 1: 4} in together, "all of them in one batch"
         same(KIND, mine, await alone(hers.version, *some()))
@@ -402,7 +402,7 @@ def test_what_ends_the_engine_is_told_to_all_of_its_runs() -> None:
         def broken(*_given: Any) -> list[Delta]:
             raise RuntimeError("no memory")
 
-        stage.raw._decoder.step = broken  # type: ignore[assignment,method-assign]
+        stage.raw._decoder.step = broken  # type: ignore[assignment,method-assign]  # the fault is planted
         await engine.add(request(0))
         await guest.add(request(0))
         for face in (engine, guest):
@@ -482,7 +482,7 @@ def test_vllm_computes_two_runs_samples_in_one_batch_and_neither_s_load_disturbs
 
         async def build(spec: Any, host: EngineHost) -> Engine:
             raw.append(await vllm.build(spec, host))
-            return raw[0]  # type: ignore[no-any-return]
+            return raw[0]  # type: ignore[no-any-return]  # vLLM's has no type here
 
         engine = await with_stops(build)(spec, EngineHost("hers"))
         try:

@@ -214,7 +214,7 @@ class Lender(Inner):
 
 def test_a_borrower_s_versions_bring_few_tokenizers_in_a_loan_and_one_that_does_not_change_is_taken() -> None:
     lender = Lender()
-    guest = StoppingLender(lender, lender).borrow(2)  # type: ignore[arg-type]
+    guest = StoppingLender(lender, lender).borrow(2)  # type: ignore[arg-type]  # has what is asked of it alone
     kinds = [published(decoder=decoder) for decoder in (None, *PLAIN[1:3])]
 
     async def main() -> None:

@@ -266,7 +266,7 @@ def test_a_router_that_names_a_prefix_which_is_none_makes_engines_refuse_it_and_
     honest = state.ancestors
 
     def whole(samples: dict[int, object], turn: Turn) -> object:
-        return ((sample, 1 << 20) for sample, _ in honest(samples, turn))  # type: ignore[arg-type]
+        return ((sample, 1 << 20) for sample, _ in honest(samples, turn))  # type: ignore[arg-type]  # the fault is planted
 
     def refused() -> int:
         return sum(play(seed, faults=False).seen["the blocks are of another digest"] for seed in range(12))

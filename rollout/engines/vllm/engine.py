@@ -272,7 +272,7 @@ class VllmEngine:
             async with self._weights_lock:
                 try:
                     found = await self._put_in(version, views, names)
-                except BaseException:
+                except BaseException:  # it does not fit, or whoever loads it leaves
                     if self._lanes:  # other runs' samples wait for no version of this one
                         await self._call(self._llm.resume_generation())
                     raise
@@ -450,7 +450,7 @@ class VllmEngine:
         self._lane_of[request.handle] = lane
         try:
             await self._begin(request, None)
-        except BaseException:
+        except BaseException:  # refused, or whoever adds it leaves
             self._lane_of.pop(request.handle, None)
             raise
 
