@@ -19,7 +19,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -88,6 +88,7 @@ from scavenger.protocol.worker.events import (
 )
 from scavenger.protocol.worker.session import Session
 from scavenger.weights.engine_store import Store
+from scavenger.weights.manifest import Manifest
 from scavenger.weights.pace import NodePace
 
 _log = structlog.get_logger(__name__)
@@ -256,6 +257,8 @@ class Options:
         None  # the key file of whoever borrows slots of this one's engine; None: it lends none
     )
     here: JobNode | None = None  # of an engine over several nodes, whose first one this is
+    #: Of a borrower: how large its weights may be, once the run whose engine it is has its own.
+    bound: Callable[[], Awaitable[fetching.WeightsBound]] | None = None
 
 
 class RolloutWorker:
@@ -294,6 +297,8 @@ class RolloutWorker:
             HostPipe(self._inbox.put_nowait) if options.identity.guest and not options.slots else None
         )
         self._lending = Lending(options.lent_key, self._new_borrower)
+        self._base: Manifest | None = None  # of the weights in the engine
+        self._has_base = asyncio.Event()
         self._further: FurtherNodes | None = None  # of an engine over several nodes
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
@@ -381,8 +386,15 @@ class RolloutWorker:
             started_at=self._clock(),
             slots=slots,
             lent_key=None,
+            bound=functools.partial(self._bound_beside, spec.adapter_rank),
         )
         return RolloutWorker(options, builder=self._builder, clock=self._clock, kept=KeptEngine(spec, engine))
+
+    async def _bound_beside(self, rank: int) -> fetching.WeightsBound:
+        """How large a borrower's weights may be. It waits for this run's own: its base is what both have."""
+        await self._has_base.wait()
+        assert self._base is not None
+        return fetching.WeightsBound.beside(self._base, rank)
 
     async def _settled(self, driving: asyncio.Task[None]) -> KeptEngine | None:
         """The engine, once it has carried out what was under way when the session ended: a load that is broken off would leave half of a
@@ -697,8 +709,9 @@ class RolloutWorker:
 
     async def _fetched(self, weights: messages.UseWeights, began: float) -> Pulled:
         """Here, and meanwhile on the engine's further nodes."""
-        pull_s = self._options.pull_s
-        mine = fetching.fetch(self._store, weights, pull_s, began, self._clock)
+        pull_s, bound = self._options.pull_s, self._options.bound
+        most = await bound() if bound is not None else None
+        mine = fetching.fetch(self._store, weights, pull_s, began, self._clock, most)
         if self._further is None:
             return await mine
         most_s = fetching.longest_s(weights, pull_s, self._options.pull_nbytes_per_s)
@@ -733,6 +746,8 @@ class RolloutWorker:
             return
         if self._kv is not None:
             self._kv.loaded(version, pulled.manifest.root)
+        self._base = pulled.of_base
+        self._has_base.set()
         load_s = self._clock() - began
         self._store.loaded(pulled.nbytes, load_s)
         _log.info(

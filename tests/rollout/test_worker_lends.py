@@ -7,11 +7,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from msgspec import structs
 
+from rollout import fetching
 from rollout.engines.base import EngineHost, EngineInfo, Weight
 from rollout.engines.registry import with_stops
 from rollout.lending import Lending
@@ -28,7 +29,10 @@ from scavenger.protocol.worker.events import (
     Terminate,
     WorkerLimits,
 )
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
+from scavenger.weights.engine_store import Store
+from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 from tests.rollout.stage import SERVER, SPEC, WHO, Scripted
@@ -156,13 +160,18 @@ class Scene:
     async def build(self, _spec: EngineSpec, _host: EngineHost) -> Sharing:
         return self.engine
 
-    async def serve(self, run: str, version: int, spec: EngineSpec = SHARED) -> messages.WorkerHello:
-        hello = await self.daemon.hear(run, messages.WorkerHello)
-        self.daemon.tell(run, messages.Welcome(1, 1, run, spec, BEAT_S, 20.0, 8, relay=run == "hers"))
+    def publish(self, run: str, version: int, shape: tuple[int, ...] = (256,)) -> None:
         data = memoryview(bytes([version]) * 1024)
-        manifest, blob = manifests.build(version, {"w": ("float32", (256,), data)})
+        manifest, blob = manifests.build(version, {"w": ("float32", shape, data)})
         source = self.source.publish(manifest, blob)
         self.daemon.tell(run, messages.UseWeights(version, manifests.encode(manifest), (source,)))
+
+    async def serve(
+        self, run: str, version: int, spec: EngineSpec = SHARED, shape: tuple[int, ...] = (256,)
+    ) -> messages.WorkerHello:
+        hello = await self.daemon.hear(run, messages.WorkerHello)
+        self.daemon.tell(run, messages.Welcome(1, 1, run, spec, BEAT_S, 20.0, 8, relay=run == "hers"))
+        self.publish(run, version, shape)
         if spec is SHARED:
             loaded = await self.daemon.hear(run, messages.WeightsLoaded)
             assert loaded.version == version
@@ -296,6 +305,83 @@ def test_a_borrower_whose_run_has_another_engine_is_turned_away_and_the_lender_g
         assert "another one than that whose slots it borrows" in goodbye.reason
         assert await stage.daemon.tokens_of("hers", 1, 5) == [1000, 1001, 1002, 1003, 1004]
         assert not [call for call in stage.engine.calls if "beside" in call or call == "close"]
+
+    play(scene)
+
+
+def announced(version: int, nbytes: int, adapter: manifests.Adapter | None) -> bytes:
+    """The manifest of weights that nobody has."""
+    table, size = manifests.layout({"w": ("uint8", (nbytes,))}), manifests.chunk_nbytes_of(nbytes)
+    hashes = tuple(bytes(16) for _ in range(-(-nbytes // size)))
+    return manifests.encode(manifests.seal(version, table, hashes, chunk_nbytes=size, adapter=adapter))
+
+
+def test_no_memory_is_taken_for_a_borrower_s_weights_that_are_too_large(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[int] = []
+    get = Store.get
+
+    def counted(store: Store, manifest: manifests.Manifest, *more: Any) -> Awaitable[Buffer]:
+        fetched.append(manifest.version)
+        return get(store, manifest, *more)
+
+    monkeypatch.setattr(Store, "get", counted)
+    hers = manifests.build(3, {"w": ("float32", (16, 16), memoryview(bytes(1024)))})[0]
+    bound = fetching.WeightsBound.beside(hers, SHARED.adapter_rank)
+    assert bound.base_nbytes == 1024 + files.MAX_TOKENIZER_NBYTES
+    assert bound.adapter_nbytes == 2 * (16 + 16) * 8 + files.MAX_TOKENIZER_NBYTES
+    of = manifests.Adapter(hers.root, 1.0, "float32")
+    base = messages.BaseWeights(2, announced(2, bound.base_nbytes + 1, None), ())
+    orders = [
+        (5, announced(5, bound.base_nbytes + 1, None), None, "version 5 has", "of weights"),
+        (6, announced(6, bound.adapter_nbytes + 1, of), None, "version 6 has", "of adapters"),
+        (7, announced(7, 8, of), base, "version 2 has", "of weights"),
+    ]
+
+    async def scene(stage: Scene) -> None:
+        await stage.serve("hers", 3, shape=(16, 16))
+        stage.daemon.tell("hers", ORDER)
+        await stage.daemon.hear("his", messages.WorkerHello)
+        stage.daemon.tell("his", messages.Welcome(1, 1, "his", SHARED, BEAT_S, 20.0, 8))
+        for version, manifest, beside, which, kind in orders:
+            stage.daemon.tell("his", messages.UseWeights(version, manifest, (), base=beside))
+            failed = await stage.daemon.hear("his", messages.WeightsFailed)
+            assert failed.version == version
+            assert failed.reason.startswith(which)
+            assert kind in failed.reason
+            assert "slots that another run lends take" in failed.reason
+        assert fetched == [3]
+
+    play(scene)
+
+
+def test_a_borrower_that_comes_before_the_lender_s_weights_waits_for_them(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    bound = RolloutWorker._bound_beside
+
+    def seen(worker: RolloutWorker, rank: int) -> Awaitable[fetching.WeightsBound]:
+        waits.append(rank)
+        return bound(worker, rank)
+
+    monkeypatch.setattr(RolloutWorker, "_bound_beside", seen)
+
+    async def scene(stage: Scene) -> None:
+        await stage.daemon.hear("hers", messages.WorkerHello)
+        stage.daemon.tell("hers", messages.Welcome(1, 1, "hers", SHARED, BEAT_S, 20.0, 8, relay=True))
+        stage.daemon.tell("hers", ORDER)
+        await stage.daemon.hear("his", messages.WorkerHello)
+        stage.daemon.tell("his", messages.Welcome(1, 1, "his", SHARED, BEAT_S, 20.0, 8))
+        stage.publish("his", 5)
+        async with asyncio.timeout(30.0):
+            while not waits:
+                await asyncio.sleep(0.01)
+        assert not stage.engine.calls
+        stage.publish("hers", 3)
+        assert (await stage.daemon.hear("his", messages.WeightsLoaded)).version == 5
+        assert stage.engine.calls == ["load 3 1024", "load beside 1 1024"]
 
     play(scene)
 
