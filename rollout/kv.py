@@ -71,6 +71,7 @@ class KvShelf:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._lock = threading.Lock()
         self._leaves = False
+        self._wanted_named = False
         self._on_taken: Callable[[], None] = lambda: None
 
     def when_taken(self, call: Callable[[], None]) -> None:
@@ -93,6 +94,7 @@ class KvShelf:
         with self._lock:
             self._leaves = True
             for number in wanted:
+                self._wanted_named = True
                 if number in self._kept:
                     self._kept[number].awaited = True
 
@@ -118,10 +120,11 @@ class KvShelf:
         with self._lock:
             return sum(one.nbytes for one in self._kept.values())
 
-    def wanted(self) -> int:
-        """How many that are kept somebody is to take, and nobody has taken."""
+    def taken(self) -> KvTaken:
+        """How many that are kept another worker is to take yet."""
         with self._lock:
-            return sum(one.awaited or not one.of_turn for one in self._kept.values())
+            left = sum(one.awaited or not one.of_turn for one in self._kept.values())
+            return KvTaken(left, self._wanted_named)
 
     def own(self, number: int) -> tuple[KvHeader, memoryview] | None:
         """For this process's own engine; None: not here, or not yet. It is taken."""
@@ -260,7 +263,7 @@ class KvMover:
         self.source = self._server.source
 
     def _say_taken(self) -> None:
-        self._taken(KvTaken(self.shelf.wanted()))
+        self._taken(self.shelf.taken())
 
     def loaded(self, version: int, root: bytes) -> None:
         """What was begun before is over, and its blocks with it, but for those that a thread still fetches."""

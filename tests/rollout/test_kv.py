@@ -610,7 +610,7 @@ def test_several_turns_go_on_from_what_one_left() -> None:
             found = await pair.brought(longer(pair, handle))
             assert found == Kv(tuple(range(20)), memoryview(pair.engine.data)), "not of what came behind"
         assert pair.holder.shelf.nbytes() == len(pair.engine.data)
-        assert pair.holder.shelf.wanted() == 0, "nobody waits for it"
+        assert pair.holder.shelf.taken().left == 0, "nobody waits for it"
 
     played(scene)
 
@@ -690,7 +690,7 @@ def test_turns_make_room_before_samples_that_move() -> None:
     assert shelf.expect(3, 100, of_turn=True)
     assert shelf.expect(4, 100)
     assert [number for number in range(1, 5) if shelf.has(number)] == [1, 3, 4]
-    assert shelf.wanted() == 2
+    assert shelf.taken().left == 2
 
 
 def test_what_was_wanted_and_is_gone_is_not_waited_for() -> None:

@@ -71,7 +71,7 @@ def test_it_stays_for_its_readers_where_its_shelf_says_at_once_what_is_waited_fo
             assert shelf.expect(action.handle, 64 * action.tokens)
         elif isinstance(action, LeaveKv):
             shelf.leave(action.wanted)
-            said.append(KvTaken(shelf.wanted()))
+            said.append(shelf.taken())
     for one in said:
         t.do(one)
     assert of(EndWorker, t.hear(wire.GoodbyeAck())) == []
@@ -243,8 +243,28 @@ def test_a_goodbye_waits_for_those_that_were_told_to_fetch_and_for_no_other() ->
     t.do(Terminate("SIGTERM"))
     actions = t.hear(wire.GoodbyeAck((1,)))
     assert of(LeaveKv, actions) == [LeaveKv((1,))]
-    assert of(EndWorker, actions) == of(EndWorker, t.do(KvTaken(1))) == []
-    assert len(of(EndWorker, t.do(KvTaken(0)))) == 1
+    assert of(EndWorker, actions) == of(EndWorker, t.do(KvTaken(1, wanted_named=True))) == []
+    assert len(of(EndWorker, t.do(KvTaken(0, wanted_named=True)))) == 1
+
+
+def test_a_take_that_was_refused_just_before_the_acknowledgement_does_not_end_the_wait_for_those_told_to_fetch() -> (
+    None
+):
+    t, shelf = Talk().joined(), KvShelf()
+    t.do(Built(0, 0, HERE, 64))
+    finished(t, 1)
+    t.do(TurnKvKept(1, 256, 0.01))
+    assert shelf.expect(1, 256, of_turn=True)
+    t.do(Terminate("SIGTERM"))
+    shelf.leave(())
+    refused = shelf.taken()
+    assert refused.left == 0, "of turns none is waited for yet"
+    (leave,) = of(LeaveKv, t.hear(wire.GoodbyeAck((1,))))
+    assert of(EndWorker, t.do(refused)) == [], "it was counted before the daemon named one"
+    shelf.leave(leave.wanted)
+    assert of(EndWorker, t.do(shelf.taken())) == []
+    shelf.drop(1)
+    assert len(of(EndWorker, t.do(shelf.taken()))) == 1
 
 
 def test_what_no_turn_will_want_is_dropped() -> None:

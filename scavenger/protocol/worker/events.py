@@ -301,9 +301,11 @@ class TurnKvKept(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvTaken(WorkerEvent):
-    """Others took some of the blocks that this worker keeps; `left`: how many nobody has taken yet."""
+    """Others took some of the blocks that this worker keeps; `left`: how many are yet to be taken. `wanted_named`: those that a `LeaveKv`
+    named are among them; before it was carried out they are not."""
 
     left: int
+    wanted_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)

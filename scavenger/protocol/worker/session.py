@@ -120,6 +120,7 @@ class Session:
         self._ending: EndWorker | None = None
         self._end_by = 0.0
         self._goodbye_is_acked = False
+        self._names_wanted = False  # that acknowledgement named blocks that other workers were told to fetch
         self._heard_at = now
         self._attempts = 0
         self._refusals = 0
@@ -374,11 +375,14 @@ class Session:
         if not self.work.kv_kept and not message.wanted:
             return self._gone(self._ending)
         self._end_by, self._goodbye_is_acked = min(self._end_by, now + self._limits.kv_s), True
+        self._names_wanted = bool(message.wanted)
         return [LeaveKv(message.wanted)] if message.wanted else []
 
     def _kv_taken(self, event: KvTaken, _now: float) -> list[WorkerAction]:
+        """None is left: it goes. A count that was on its way when the daemon named blocks to wait for has none of these."""
         self.work.kv_taken(event)
-        if self._ending is not None and self._goodbye_is_acked and not event.left:
+        counts_all = event.wanted_named or not self._names_wanted
+        if self._ending is not None and self._goodbye_is_acked and counts_all and not event.left:
             return self._gone(self._ending)
         return []
 
