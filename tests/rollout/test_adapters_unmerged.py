@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -240,6 +243,86 @@ def test_what_a_borrower_s_load_lacks_lets_all_others_go_on_and_its_base_is_summ
         await engine.load(6, hers.version(6))
         await engine.load_beside(1, his.version(5))
         assert (len(summed), engine.borrowers()) == (2, {1})
+
+    asyncio.run(main())
+
+
+class Generating(Adapting):
+    """Its requests go on until they are aborted. `nan`: the first token of each has no finite logprob."""
+
+    nan = False
+
+    async def generate(
+        self, _prompt: object, _params: object, name: str, **_how: object
+    ) -> AsyncIterator[Any]:
+        try:
+            while self.nan:
+                found = SimpleNamespace(logprobs=[math.nan])
+                one = SimpleNamespace(token_ids=(1,), logprobs=found, finish_reason=None)
+                yield SimpleNamespace(outputs=[one])
+            await asyncio.Event().wait()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.calls.append("abort")
+            raise
+
+
+PAUSE, WIPE, FORGET, GO = "pause_generation", "scavenger_wipe", "reset_prefix_cache", "resume_generation"
+DROP, ADAPT = "scavenger_drop_adapters", "scavenger_adapt"
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ends", "due"),
+    [
+        ("drop", [PAUSE, "abort", DROP, WIPE, FORGET, GO]),
+        ("load", [PAUSE, "abort", WIPE, FORGET, GO, PAUSE, ADAPT, GO]),
+        ("refused", [PAUSE, "abort", WIPE, FORGET, GO]),
+    ],
+)
+def test_nothing_is_computed_between_the_end_of_a_borrower_s_sample_and_the_wipe_of_what_it_left(
+    ends: str, due: list[str]
+) -> None:
+    async def main() -> None:
+        llm, hers, his = Generating(), Pulled(kinds.Reference()), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        await engine.load(2, hers.version(2))
+        await engine.load_beside(1, his.version(2))
+        await engine.add(request(1))
+        await engine.add_beside(1, request(2))
+        await asyncio.sleep(0)
+        del llm.calls[:]
+        if ends == "drop":
+            await engine.drop(1)
+        elif ends == "load":
+            await engine.load_beside(1, his.version(3))
+        else:
+            his.memory, blob = Buffer(his.base.total_nbytes), bytearray(his.blob)
+            blob[3] ^= 1
+            his.memory.view[:] = blob
+            with pytest.raises(EngineError, match="another base"):
+                await engine.load_beside(1, his.version(3))
+        assert llm.calls == due
+        assert set(engine._streams) == {1}, "hers goes on"
+        assert engine.borrowers() == ({1} if ends == "load" else frozenset())
+        await engine.abort([1])
+
+    asyncio.run(main())
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_a_sample_that_met_nan_is_ended_while_nothing_is_computed() -> None:
+    async def main() -> None:
+        llm, hers = Generating(), Pulled(kinds.Reference())
+        engine = engine_of(llm)
+        await engine.load(2, hers.version(2))
+        del llm.calls[:]
+        llm.nan = True
+        await engine.add(request(1))
+        (delta,) = await engine.next()
+        assert "not finite" in (delta.error or "")
+        assert llm.calls[:5] == [PAUSE, "abort", WIPE, FORGET, GO]
 
     asyncio.run(main())
 

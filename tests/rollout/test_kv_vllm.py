@@ -224,7 +224,7 @@ def test_blocks_that_a_wipe_zeroed_are_not_given_out() -> None:
         engine._usable, engine._kv_shape = True, ("layout", 4, 32)
         await engine.add(asked(1))
         assert await engine.take_kv(1, 64) is not None
-        await engine._cleanse()
+        await engine._cleanse("1")
         assert await engine.take_kv(1, 64) is None
         await engine.abort([1])
 

@@ -186,7 +186,9 @@ class VllmEngine:
         self._lora: int | None = None  # the number of those that requests are computed with
         self._lanes: dict[int, LentLane] = {}  # of other runs that have slots here
         self._lane_of: dict[int, int] = {}  # handle -> its lane; none: the run's own
-        self._wipes = 0
+        self._met_nan: set[str] = (
+            set()
+        )  # requests, by their names in vLLM, whose cache blocks are not zeroed yet
         self._usable = False
         self._asleep = False
         # Where a file stands for the GPUs: what each rank of this engine takes of its own, awake.
@@ -372,16 +374,18 @@ class VllmEngine:
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
         await self._call(self._llm.resume_generation())
 
-    async def _cleanse(self) -> None:
-        """After a request met NaN: the next owner of its cache blocks would meet it too. All others are computed again, nothing else of
-        them changes. One wipe serves all requests that ended before it began."""
-        ticket = self._wipes
+    async def _cleanse(self, name: str) -> None:
+        """After a request met NaN, which ends it: the next request that has its cache blocks would meet it too, so they are zeroed before
+        any is computed. All others are computed again, nothing else of them changes. One wipe serves all that met NaN before it began."""
+        self._met_nan.add(name)
         async with self._weights_lock:
-            if self._wipes == ticket:
-                self._wipes += 1
-                self._texts.clear()  # their blocks are zeroed, and computed again elsewhere: they are given out no more
-                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-                await self._resume_with_clean_cache()
+            if name not in self._met_nan:
+                return
+            self._texts.clear()  # their blocks are zeroed, and computed again elsewhere: they are given out no more
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            ended, self._met_nan = sorted(self._met_nan), set()
+            await self._call(self._llm.abort(ended))
+            await self._resume_with_clean_cache()
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
@@ -410,13 +414,12 @@ class VllmEngine:
         return frozenset(self._lanes)
 
     async def load_beside(self, lane: int, tensors: Iterable[Weight]) -> None:
-        before = self._lanes.pop(lane, None)  # at once: no request of it begins from now on
-        await self._end_streams(lane)
-        own = list(tensors)
-        views, names = published.checked(self._layout, own), published.names(self._layout, own)
-        base, adapters = merging.apart(views)
-        merging.refuse_larger(adapters, self._spec.adapter_rank)
         async with self._weights_lock:
+            before = await self._empty(lane)
+            own = list(tensors)
+            views, names = published.checked(self._layout, own), published.names(self._layout, own)
+            base, adapters = merging.apart(views)
+            merging.refuse_larger(adapters, self._spec.adapter_rank)
             known = (
                 before is not None
                 and before.digest == self._base_digest
@@ -440,6 +443,20 @@ class VllmEngine:
                 if self._fault is None:
                     await self._call(self._llm.resume_generation())
 
+    async def _empty(self, lane: int) -> LentLane | None:
+        """End the lane's requests, and take its weights from it; returns what it had. Where requests of it ran, nothing is computed from
+        before they end until their cache blocks are zeroed: the next request that has them would read what this run left there."""
+        if not self._streams_of(lane):
+            return self._lanes.pop(lane, None)
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+        try:
+            before = self._lanes.pop(lane, None)  # with the requests: none of it begins in between
+            await self._end_streams(lane)
+        finally:  # samples of all other lanes wait for this
+            if self._fault is None:
+                await self._resume_with_clean_cache()
+        return before
+
     async def _drop_others(self) -> None:
         """Adapters that no request may name."""
         await self._call(self._llm.collective_rpc("scavenger_drop_adapters", CALL_S, (self._numbers(),)))
@@ -455,14 +472,19 @@ class VllmEngine:
             raise
 
     async def drop(self, lane: int) -> None:
-        await self._end_streams(lane)
         async with self._weights_lock:  # behind a load of it that is under way
-            self._lanes.pop(lane, None)
             if self._fault is not None:
+                self._lanes.pop(lane, None)
+                await self._end_streams(lane)
                 return
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-            await self._drop_others()
-            await self._resume_with_clean_cache()
+            try:
+                self._lanes.pop(lane, None)
+                await self._end_streams(lane)
+                await self._drop_others()
+            finally:  # samples of all other lanes wait for this
+                if self._fault is None:
+                    await self._resume_with_clean_cache()
 
     # ------------------------------------------------------------ requests
 
@@ -572,8 +594,11 @@ class VllmEngine:
             if (fd := self._brought.pop(request.handle, None)) is not None:
                 os.close(fd)  # they are in vLLM's cache, or were computed: it opens them once
             if delta.error is not None:
-                await self._llm.abort(name)
-                await asyncio.shield(self._cleanse())
+                try:
+                    await asyncio.shield(self._cleanse(name))
+                except asyncio.CancelledError:
+                    await self._llm.abort(name)  # who ends it drops what it is computed with next
+                    raise
             if self._spec.routing and delta.token_ids:
                 given = len(request.prompt) + position  # each token's row is of the position before it
                 delta = replace(delta, routing=await self._routed(name, given - 1, len(delta.token_ids)))
@@ -650,15 +675,18 @@ class VllmEngine:
 
     async def _end_streams(self, lane: int | None = None) -> None:
         """Of this lane; None: of all. Tokens of a lane's requests that have ended may still be fetched."""
-        streams = {
-            handle: stream
-            for handle, stream in self._streams.items()
-            if lane is None or self._lane_of.get(handle, OWN) == lane
-        }
+        streams = self._streams_of(lane)
         await self.abort(streams)
         await asyncio.gather(*streams.values(), return_exceptions=True)
         if lane is None:
             self._ready.clear()
+
+    def _streams_of(self, lane: int | None) -> dict[int, asyncio.Task[None]]:
+        return {
+            handle: stream
+            for handle, stream in self._streams.items()
+            if lane is None or self._lane_of.get(handle, OWN) == lane
+        }
 
     # ------------------------------------------------------------ sleep, life and death
 
