@@ -8,7 +8,7 @@
         orphaned jobs         those of intents that the ledger does not have open are cancelled
         DrainAllocated        an event to the router; Slurm hears nothing of it
         EndLoan               an event to the router: the borrower leaves; its key opens nothing once it had time for that
-        LendSlots             the decision durable -> the borrower's key in place -> an event to the router; Slurm hears nothing of it
+        BeginLoan             the decision durable -> the borrower's key in place -> an event to the router; Slurm hears nothing of it
         ChangeHands           its new run durable -> its new key in place -> an event to the router; Slurm hears nothing of it
         CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
@@ -39,6 +39,7 @@ from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import (
     Action,
+    BeginLoan,
     Cancel,
     CancelPending,
     ChangeHands,
@@ -48,7 +49,6 @@ from scavenger.harvest.decide.actions import (
     HarvestCode,
     HarvestDecision,
     HarvestLimits,
-    LendSlots,
     Loan,
     Release,
     Submit,
@@ -388,7 +388,7 @@ class HarvestSession:
                 now = yield from self._change_hands(action, inputs, now)
             elif isinstance(action, EndLoan):
                 now = (yield self._end_loan(action, inputs, now)).now
-            elif isinstance(action, LendSlots):
+            elif isinstance(action, BeginLoan):
                 now = yield from self._lend(action, inputs, now)
         starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
         for number, action in enumerate(starts):
@@ -435,7 +435,7 @@ class HarvestSession:
         order = IntentHandedOver(action.intent_id, public_key, action.reason)
         return (yield Report([], [order])).now
 
-    def _lend(self, action: LendSlots, inputs: str, now: float) -> Procedure[float]:
+    def _lend(self, action: BeginLoan, inputs: str, now: float) -> Procedure[float]:
         """Let a run borrow slots of an engine. Where its key does not get there nothing is lent. Returns when it was done."""
         borrower = lent(action.intent_id)
         public_key = self._mint_again(action.run, borrower)
@@ -603,7 +603,7 @@ def _decided(
         DrainAllocated: "drain",
         Cancel: "cancel",
         ChangeHands: "change_hands",
-        LendSlots: "lend_slots",
+        BeginLoan: "lend_slots",
         EndLoan: "end_loan",
     }
     return rec.Decision(policy, names[type(action)], intent_id, action.reason, inputs, now, action.code)

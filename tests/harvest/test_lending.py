@@ -11,11 +11,11 @@ import pytest
 from scavenger.errors import ClusterError
 from scavenger.harvest.decide.actions import (
     Action,
+    BeginLoan,
     DrainKind,
     EndLoan,
     HarvestCode,
     LendingRules,
-    LendSlots,
     Loan,
     OurJob,
     OwnerRule,
@@ -54,7 +54,7 @@ def decided(mine: list[OurJob], demand: list[Demand], rules: LendingRules = RULE
         replace(LIMITS, lending=rules),
         NOW,
     )
-    return [one for one in found.actions if isinstance(one, LendSlots | EndLoan)]
+    return [one for one in found.actions if isinstance(one, BeginLoan | EndLoan)]
 
 
 def gains(saved: float) -> Benefit:
@@ -63,7 +63,7 @@ def gains(saved: float) -> Benefit:
 
 def test_an_engine_with_slots_to_spare_lends_some_to_a_run_whose_samples_wait() -> None:
     (found,) = decided([of_run(1, leases=3)], [run(1), run(2, queued=12)])
-    assert isinstance(found, LendSlots)
+    assert isinstance(found, BeginLoan)
     assert (found.intent_id, found.run_id, found.run, found.slots) == (of_run(1).intent_id, 2, "run2", SLOTS)
     assert found.code is HarvestCode.LENT
     assert found.reason == (
@@ -82,12 +82,12 @@ def test_the_run_that_one_more_engine_saves_most_borrows_of_the_run_whose_last_e
     ]
     assert saving(demand[1], 1) < saving(demand[0], 1)
     found = decided(mine, demand)
-    assert [(one.intent_id, one.run_id) for one in found if isinstance(one, LendSlots)] == [
+    assert [(one.intent_id, one.run_id) for one in found if isinstance(one, BeginLoan)] == [
         (mine[1].intent_id, 4),
         (mine[0].intent_id, 3),
     ]
     (only,) = decided(mine[:1], demand)
-    assert isinstance(only, LendSlots)
+    assert isinstance(only, BeginLoan)
     assert only.run_id == 4, "one borrower each"
 
 
@@ -125,12 +125,12 @@ def test_a_run_borrows_only_where_its_owner_s_engines_may_be() -> None:
         limits = replace(LIMITS, lending=RULES, owners=(OwnerRule("owner2", gpu_types=types),))
         mine = [of_run(1)]
         found = decide(view(NOW, [listed(mine[0])], nodes), demand, mine, limits, NOW)
-        assert any(isinstance(one, LendSlots) for one in found.actions) is lends
+        assert any(isinstance(one, BeginLoan) for one in found.actions) is lends
 
 
 def test_never_more_than_half_of_a_batch_is_lent() -> None:
     (found,) = decided([of_run(1)], [run(1, max_batch=4), run(2, max_batch=4, queued=5)])
-    assert isinstance(found, LendSlots)
+    assert isinstance(found, BeginLoan)
     assert found.slots == 2
 
 
@@ -180,7 +180,7 @@ def test_until_then_it_lasts(demand: list[Demand], rules: LendingRules) -> None:
 
 # ---------------------------------------------------------------- in which order it is done
 
-LEND = LendSlots(A, 2, "run2", SLOTS, "run2's samples wait")
+LEND = BeginLoan(A, 2, "run2", SLOTS, "run2's samples wait")
 END = EndLoan(A, "run1's samples wait")
 
 

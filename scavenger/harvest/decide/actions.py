@@ -370,7 +370,7 @@ class ChangeHands:
 
 
 @dataclass(frozen=True, slots=True)
-class LendSlots:
+class BeginLoan:
     """This run may generate samples in so many slots of the engine, beside the engine's own run."""
 
     intent_id: str
@@ -400,7 +400,7 @@ class Cancel:
     code: HarvestCode
 
 
-Action = Submit | Release | CancelPending | DrainAllocated | Cancel | ChangeHands | LendSlots | EndLoan
+Action = Submit | Release | CancelPending | DrainAllocated | Cancel | ChangeHands | BeginLoan | EndLoan
 
 
 @dataclass(frozen=True, slots=True)

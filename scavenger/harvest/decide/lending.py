@@ -2,7 +2,7 @@
 
     runs whose samples wait for a slot, the one first that one more engine would save most
       + engines of other runs that have slots to spare, that run's first whose last engine saves least
-      --both share, one base, equal settings, half of the batch free, no sample of the lender's waits--> LendSlots
+      --both share, one base, equal settings, half of the batch free, no sample of the lender's waits--> BeginLoan
     a loan --the lender needs the slots, the borrower has no sample, somebody no longer shares, it never came--> EndLoan
 
 Owns the rule. What is lent is never more than `harvest.lend_slots`, and never more than half of an engine's batch; an engine has one
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from scavenger.harvest.decide.actions import DrainKind, EndLoan, LendingRules, LendSlots, Loan, OurJob
+from scavenger.harvest.decide.actions import BeginLoan, DrainKind, EndLoan, LendingRules, Loan, OurJob
 from scavenger.harvest.decide.hands import on_nodes_of
 from scavenger.harvest.decide.start import StartFacts
 from scavenger.policy.division import UNKNOWN, savings
@@ -36,13 +36,13 @@ BARRED_S = 600.0
 
 def decide_loans(
     facts: StartFacts, demand: Sequence[Demand], staying: Sequence[OurJob], rules: LendingRules
-) -> list[LendSlots | EndLoan]:
+) -> list[BeginLoan | EndLoan]:
     """What to do about loans. `demand`: of all runs. `staying`: engines that nothing else was decided about."""
     now = facts.now
     wants = {want.run_id: want for want in demand}
     jobs = {job.intent_id: job for job in staying}
     have = Counter(job.run_id for job in facts.engines if not job.waits and job.drain_kind is DrainKind.NO)
-    found: list[LendSlots | EndLoan] = []
+    found: list[BeginLoan | EndLoan] = []
     for intent_id, loan in sorted(rules.loans.items()):
         if loan.ended_at or (job := jobs.get(intent_id)) is None:
             continue  # the loan ends with the engine
@@ -74,7 +74,7 @@ def decide_loans(
             f"engine more would save it {saving(want, have[want.run_id] + 1):.3g} GPU-s a GPU-s; the engine has {job.leases} of "
             f"{of.max_batch} samples, none of run {of.run} waits, and its last engine saves it {last:.3g}"
         )
-        found.append(LendSlots(job.intent_id, want.run_id, want.run, slots, why))
+        found.append(BeginLoan(job.intent_id, want.run_id, want.run, slots, why))
         free.remove(job)
     return found
 
