@@ -345,6 +345,10 @@ class Allocations:
             if lived_s < SHORT_LIFE_S or job.exit_code in set_up.CANNOT_BEGIN:
                 self.health.failed_at_once(what, draft.now, run_id)
             return  # its user's code says nothing of nodes, nor of engines
+        if one.lent_to:
+            what = (
+                f"{what}; it lent slots to run {one.lent_to}, so neither its node nor its own run is blamed"
+            )
         draft.records.append(rec.Event("engine_died", run_id, where, what, "{}", draft.now))
         life = one.workers.get(allocation.restart_count)
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
@@ -364,6 +368,8 @@ class Allocations:
             )
             for node in allocation.nodes or ("",)
         )
+        if one.lent_to:
+            return  # samples of another owner's run may have killed it
         if (
             job.exit_code is not None
             and job.exit_code in set_up.CANNOT_BEGIN

@@ -66,6 +66,7 @@ class Tracked:
     pinned: str = ""
     standby: bool = False  # it waits for us to say where it begins
     worked: bool = False  # its engine held leases
+    lent_to: str = ""  # the run whose samples its engine computes beside its own run's
     inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
     free_at: float = (
         0.0  # the last moment at which it is known to have held nothing: its next life begins after it
