@@ -468,6 +468,8 @@ class Harvester:
     async def _cycle(self, poll: PollKind) -> None:
         """Observe and conclude; after a whole poll also decide and perform."""
         rpcs_before_poll = self.cluster.rpc.total
+        open_runs = {want.run_id for want in self._router.demand()}
+        await self._perform(self.session.settle_loans(open_runs, self._clock()))
         self._pace.begins(self._monotonic())
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)

@@ -3,6 +3,7 @@
     observe(view, ...)      -> Output      what became of our jobs, for the ledger and the router
     take_demand(asked, ...) -> Demand      what the runs may have
     decide(view, ...)       -> Decision    actions, each with its reason
+    settle_loans(...)       -> Procedure   loans that end, or are over, whatever a poll shows
     perform(decision, ...)  -> Procedure   the commands that carry them out, in this order:
 
         orphaned jobs         those of intents that the ledger does not have open are cancelled
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ from scavenger.harvest.decide.actions import (
     HarvestDecision,
     HarvestLimits,
     Loan,
+    LoanPause,
     Release,
     Submit,
 )
@@ -131,7 +133,7 @@ class ChangeKey:
 
 @dataclass(frozen=True, slots=True)
 class DropKey:
-    """Whoever borrows under this intent is let in no more, and its key file goes."""
+    """The borrower under this intent is let in no more, and its key file goes."""
 
     intent_id: str
 
@@ -195,6 +197,7 @@ class HarvestSession:
         self._divided: dict[int, int] = {}  # engines by run, as last recorded
         self._loans: dict[str, Loan] = {}  # of slots, by the intent of the engine's job
         self._barred: dict[tuple[str, int], float] = {}  # (its intent, run): until when nothing is lent again
+        self._paused: dict[tuple[int, int], LoanPause] = {}  # by lender's and borrower's run
 
     def restore(
         self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
@@ -285,7 +288,13 @@ class HarvestSession:
             limits = replace(limits, hands=replace(limits.hands, switch_s=switch_s, start_s=start_s))
         if limits.lending is not None:
             held = {intent: held for intent, held in leases.items() if intent.startswith(LENT_INTENT)}
-            lending = replace(limits.lending, loans=dict(self._loans), barred=dict(self._barred), held=held)
+            lending = replace(
+                limits.lending,
+                loans=dict(self._loans),
+                barred=dict(self._barred),
+                held=held,
+                paused=dict(self._paused),
+            )
             limits = replace(limits, lending=lending if lending.slots or self._loans else None)
         if not self.steers:
             limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
@@ -356,7 +365,6 @@ class HarvestSession:
         """Carry out all of it, unless it no longer holds between two starts. Raises `ClusterError` when Slurm does not answer, or refuses
         a cancellation: what is left is decided afresh."""
         yield from self._cancel_orphaned(orphaned_jobs, now)
-        yield from self._drop_loans(now)
         asked = [[d.run, d.engines, d.gpus] for d in demand]
         facts: dict[str, object] = {
             "decision": decision.reason,
@@ -449,18 +457,37 @@ class HarvestSession:
             yield DropKey(borrower)
             event = rec.Event("slots_not_lent", action.run_id, action.intent_id, why, "{}", outcome.now)
             return (yield Report([event])).now
-        self._loans[action.intent_id] = Loan(action.run_id, action.run, action.slots, outcome.now)
+        lender = self.tracker.intents[action.intent_id]
+        lender.lent_to = action.run
+        self._loans[action.intent_id] = Loan(
+            action.run_id, action.run, action.slots, outcome.now, lender=lender.intended.run_id
+        )
         order = SlotsLent(action.intent_id, public_key, action.run, action.slots, action.reason)
         return (yield Report([], [order])).now
 
     def _end_loan(self, action: EndLoan, inputs: str, now: float) -> Report:
-        """Ask the borrower to leave. Its key still opens what it needs to say goodbye."""
-        loan = self._loans[action.intent_id]
+        """Ask the borrower to leave. Its key still opens what it needs to say goodbye. Of a loan that is over already nothing is done."""
+        loan = self._loans.get(action.intent_id)
+        if loan is None or loan.ended_at:
+            return Report([])
         self._loans[action.intent_id] = replace(loan, ended_at=now)
+        if action.short:
+            self._paused[loan.runs] = LoanPause(action.short, now + action.pause_s)
+        else:
+            self._paused.pop(loan.runs, None)
         if action.came_to_nothing:
             self._barred[action.intent_id, loan.run_id] = now + BARRED_S
         leaves = IntentRevoked(lent(action.intent_id), action.reason)
         return Report([_decided(action, action.intent_id, inputs, now)], [leaves])
+
+    def settle_loans(self, open_runs: Set[int], now: float) -> Procedure[None]:
+        """End loans to runs that are not open, and drop those that are over. It needs no view and no Slurm: call it each cycle, also where
+        no poll succeeds."""
+        for intent_id, loan in sorted(self._loans.items()):
+            if not loan.ended_at and loan.run_id not in open_runs:
+                why = f"run {loan.run}, to which {loan.slots} slots were lent, is not open"
+                now = (yield self._end_loan(EndLoan(intent_id, why), "{}", now)).now
+        yield from self._drop_loans(now)
 
     def _drop_loans(self, now: float) -> Procedure[None]:
         """Loans whose borrowers had time to leave, and those of engines that are gone: the keys open nothing any more."""
@@ -468,12 +495,21 @@ class HarvestSession:
             gone = intent_id not in self.tracker.intents
             if gone or (loan.ended_at and now - loan.ended_at >= LEAVES_S):
                 del self._loans[intent_id]
+                if not gone:
+                    self.tracker.intents[intent_id].lent_to = ""
                 yield DropKey(lent(intent_id))
                 yield Report([], [SlotsLent(intent_id, "", "", 0, "the loan is over")])
         self._barred = {key: until for key, until in self._barred.items() if until > now}
+        # What is held against two runs is forgotten when they had time for a loan that is not short.
+        self._paused = {pair: one for pair, one in self._paused.items() if now < one.until + BARRED_S}
 
     def _borrowers_gone(self, gone: Sequence[JobGone], now: float) -> list[JobGone]:
         """An engine's process that ended took its borrower along."""
+        for one in gone:
+            if one.crashed and (loan := self._loans.get(one.intent_id)) is not None:
+                # Its samples may have killed the engine, for which no node is blamed: so the two runs wait.
+                before = self._paused.get(loan.runs)
+                self._paused[loan.runs] = LoanPause(1 + (before.short if before else 0), now + BARRED_S)
         mine = [one for one in gone if self._takes_borrower_along(one.intent_id, now)]
         return [replace(one, intent_id=lent(one.intent_id), crashed=False) for one in mine]
 

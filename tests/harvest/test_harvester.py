@@ -16,7 +16,8 @@ from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import harvester as polling
-from scavenger.harvest.decide.actions import comment_of
+from scavenger.harvest.decide.actions import Loan, comment_of
+from scavenger.harvest.decide.lending import LEAVES_S, lent
 from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.observe import status
@@ -24,7 +25,7 @@ from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, Idling, node_class
 from scavenger.protocol import keys
-from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity
+from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity, SlotsLent
 from tests.harvest.world import UID, World, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
@@ -226,6 +227,25 @@ def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no
     assert len(world.events("cluster_back")) == 1
     assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
     assert (world.of(rec.JobEnded), world.of(JobGone), len(world.jobs())) == ([], [], 2)
+
+
+def test_a_loan_to_a_run_that_was_closed_ends_also_while_no_poll_succeeds(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        harvester = world.harvester()
+        async with running(harvester):
+            await until("an engine runs", lambda: len(world.of(rec.AllocationStarted)) == 1)
+            world.cluster.fail_view = True
+            await until("polls fail", lambda: harvester.polls_fail)
+            (intent_id,) = harvester.tracker.intents
+            harvester.session._loans[intent_id] = Loan(2, "closed", 4, time.time(), lender=1)
+            told = IntentRevoked(lent(intent_id), "run closed, to which 4 slots were lent, is not open")
+            await until("its borrower is told", lambda: world.of(IntentRevoked) == [told])
+            world.ahead_s += LEAVES_S
+            await until("nothing is lent", lambda: not harvester.session._loans)
+            assert world.of(SlotsLent) == [SlotsLent(intent_id, "", "", 0, "the loan is over")]
+
+    asyncio.run(play())
 
 
 def test_status_says_that_polls_fail_and_why_until_one_does_not(world: World) -> None:

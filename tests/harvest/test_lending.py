@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scavenger.cluster.model import JobState
 from scavenger.errors import ClusterError
 from scavenger.harvest.decide.actions import (
     Action,
@@ -17,20 +18,21 @@ from scavenger.harvest.decide.actions import (
     HarvestCode,
     LendingRules,
     Loan,
+    LoanPause,
     OurJob,
     OwnerRule,
 )
 from scavenger.harvest.decide.decide import decide
-from scavenger.harvest.decide.lending import BARRED_S, HOLD_S, LEAVES_S, REGISTERS_S, lent, saving
+from scavenger.harvest.decide.lending import BARRED_S, HOLD_S, LEAVES_S, REGISTERS_S, SHORT_S, lent, saving
 from scavenger.harvest.execute.edges import RouterLink, WorkerKeys
 from scavenger.harvest.session import ChangeKey, Command, Commit, DropKey, HarvestSession, Outcome, Report
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.protocol import keys
 from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity, SlotsLent
-from tests.harvest.test_session import A, perform, records, session
+from tests.harvest.test_session import A, drive, perform, records, session
 from tests.harvest.test_yielding import LIMITS, NOW, engine, listed
-from tests.harvest.views import node, view
+from tests.harvest.views import node, ours, view
 
 SLOTS = 4
 RULES = LendingRules(SLOTS)
@@ -153,6 +155,12 @@ def lending(since: float = NOW - 100, held: tuple[int, float] | None = (2, NOW -
         ([run(1), run(2)], lending(held=(0, NOW - HOLD_S)), "has had no sample in the slots", False),
         ([run(1), run(2, queued=5)], lending(NOW - REGISTERS_S, None), "no engine of run run2 is in", True),
         ([run(1), run(2, queued=5)], replace(lending(), slots=0), "harvest.lend_slots is 0", False),
+        (
+            [run(1), run(2, queued=5)],
+            replace(lending(), slots=3),
+            "harvest.lend_slots is 3, and 4 slots",
+            False,
+        ),
     ],
 )
 def test_when_a_loan_ends(
@@ -169,6 +177,7 @@ def test_when_a_loan_ends(
     [
         ([run(1), run(2)], lending()),
         ([run(1), run(2)], lending(held=(0, NOW - HOLD_S + 1))),
+        ([run(1), run(2, queued=5)], replace(lending(), slots=SLOTS + 1)),
         ([run(1, queued=11), run(2, queued=5)], lending()),  # one it has: there is room for all of them
         ([run(1), run(2, queued=5)], lending(held=(0, NOW - 300))),
         ([run(1), run(2, queued=5)], lending(NOW - REGISTERS_S + 1, None)),
@@ -178,9 +187,47 @@ def test_until_then_it_lasts(demand: list[Demand], rules: LendingRules) -> None:
     assert decided([of_run(1)], demand, rules) == []
 
 
+def test_loans_that_are_over_soon_again_and_again_make_their_two_runs_wait_and_no_other() -> None:
+    demand = [run(1, queued=12), run(2, queued=5)]
+    waited = []
+    pause: LoanPause | None = None
+    for _ in range(6):
+        rules = lending(NOW - SHORT_S + 1)
+        loan = replace(rules.loans[IT], lender=1)
+        rules = replace(rules, loans={IT: loan}, paused={loan.runs: pause} if pause else {})
+        (found,) = decided([of_run(1)], demand, rules)
+        assert isinstance(found, EndLoan)
+        pause = LoanPause(found.short, NOW + found.pause_s)
+        waited.append(found.pause_s)
+        assert ("loans of these two runs in a row" in found.reason) == (found.pause_s > 0)
+    assert waited == [0, 60, 120, 240, 480, BARRED_S]
+    assert pause is not None
+    assert (
+        f"6 loans of these two runs in a row were over within 120 s or came to nothing: none for {BARRED_S:g} s"
+        in (found.reason)
+    )
+    rules = replace(RULES, paused={(1, 2): pause})
+    assert decided([of_run(1)], [run(1), run(2, queued=5)], rules) == []
+    for other in ([run(1), run(3, queued=5)], [run(2, queued=5), run(3)]):
+        lender = of_run(1, other[0].run_id) if not other[0].queued else of_run(1, 3)
+        (lends,) = decided([lender], other, rules)
+        assert isinstance(lends, BeginLoan)
+    over = replace(RULES, paused={(1, 2): LoanPause(6, NOW)})
+    assert len(decided([of_run(1)], [run(1), run(2, queued=5)], over)) == 1
+
+
+def test_a_loan_that_lasted_makes_its_runs_wait_for_nothing_and_is_held_against_none() -> None:
+    rules = lending(NOW - SHORT_S)
+    loan = replace(rules.loans[IT], lender=1)
+    rules = replace(rules, loans={IT: loan}, paused={loan.runs: LoanPause(5, NOW - 1)})
+    (found,) = decided([of_run(1)], [run(1, queued=12), run(2, queued=5)], rules)
+    assert isinstance(found, EndLoan)
+    assert (found.short, found.pause_s) == (0, 0.0)
+
+
 # ---------------------------------------------------------------- in which order it is done
 
-LEND = BeginLoan(A, 2, "run2", SLOTS, "run2's samples wait")
+BEGIN = BeginLoan(A, 2, "run2", SLOTS, "run2's samples wait")
 END = EndLoan(A, "run1's samples wait")
 
 
@@ -196,14 +243,14 @@ def events(commands: list[Command]) -> list[object]:
 
 def test_the_decision_is_durable_before_the_key_and_the_key_is_there_before_the_order() -> None:
     one = lender()
-    found = perform(one, LEND)
+    found = perform(one, BEGIN)
     assert [type(command) for command in found] == [Commit, ChangeKey, Report]
     (decision,) = records(found)
     assert isinstance(decision, rec.Decision)
-    assert (decision.action, decision.subject, decision.reason) == ("lend_slots", A, LEND.reason)
+    assert (decision.action, decision.subject, decision.reason) == ("lend_slots", A, BEGIN.reason)
     assert found[1] == ChangeKey(lent(A))
-    assert events(found) == [SlotsLent(A, f"key of run2 for {lent(A)}", "run2", SLOTS, LEND.reason)]
-    assert one._loans[A] == Loan(2, "run2", SLOTS, 12.0)
+    assert events(found) == [SlotsLent(A, f"key of run2 for {lent(A)}", "run2", SLOTS, BEGIN.reason)]
+    assert one._loans[A] == Loan(2, "run2", SLOTS, 12.0, lender=1)
 
 
 @pytest.mark.parametrize("why", ["ledger", "key"])
@@ -214,7 +261,7 @@ def test_where_it_cannot_be_done_nothing_is_lent_and_it_is_not_tried_again_at_on
         return Outcome(now, error=ClusterError("no space") if isinstance(command, ChangeKey) else None)
 
     one = lender()
-    found = perform(one, LEND, reply=reply)
+    found = perform(one, BEGIN, reply=reply)
     assert events(found) == []
     assert DropKey(lent(A)) in found, "the key of nobody lies nowhere"
     event = records(found)[-1]
@@ -226,24 +273,92 @@ def test_where_it_cannot_be_done_nothing_is_lent_and_it_is_not_tried_again_at_on
 
 def test_at_its_end_the_borrower_is_asked_to_leave_first_and_its_key_goes_once_it_had_time_to() -> None:
     one = lender()
-    perform(one, LEND)
+    perform(one, BEGIN)
     found = perform(one, END)
     assert events(found) == [IntentRevoked(lent(A), END.reason)]
     assert not [command for command in found if isinstance(command, DropKey)]
+    assert one.tracker.intents[A].lent_to == "run2"
     soon: list[Command] = list(one._drop_loans(one._loans[A].ended_at + LEAVES_S - 1))
     assert soon == []
     dropped = list(one._drop_loans(one._loans[A].ended_at + LEAVES_S))
     assert dropped[0] == DropKey(lent(A))
     assert events(dropped) == [SlotsLent(A, "", "", 0, "the loan is over")]
+    assert one.tracker.intents[A].lent_to == ""
     assert not one._loans
 
 
 def test_an_engine_that_ends_takes_its_borrower_along() -> None:
     one = lender()
-    perform(one, LEND)
+    perform(one, BEGIN)
     gone = [JobGone(A, 0, "preempted", crashed=True), JobGone("scv-" + "0" * 16, 0, "lost", crashed=False)]
     assert one._borrowers_gone(gone, 20.0) == [JobGone(lent(A), 0, "preempted", crashed=False)]
     assert one._loans[A].ended_at == 20.0
+
+
+def test_the_session_remembers_which_runs_loans_were_short_until_one_lasts_or_time_passes() -> None:
+    one = lender()
+    perform(one, BEGIN)
+    perform(one, replace(END, short=2, pause_s=60.0))
+    (at,) = (pause.until - 60.0 for pause in one._paused.values())
+    assert one._paused == {(1, 2): LoanPause(2, at + 60.0)}
+    assert list(one._drop_loans(at + 60.0 + BARRED_S - 1)) != []
+    assert one._paused
+    assert list(one._drop_loans(at + 60.0 + BARRED_S)) == []
+    assert not one._paused
+    perform(one, BEGIN)
+    perform(one, replace(END, short=1))
+    list(one._drop_loans(one._loans[A].ended_at + LEAVES_S))
+    perform(one, BEGIN)
+    perform(one, END)
+    assert not one._paused
+
+
+def test_the_end_of_a_loan_that_is_over_or_never_was_does_nothing() -> None:
+    one = lender()
+    assert events(perform(one, END)) == []
+    perform(one, BEGIN)
+    assert len(events(perform(one, END))) == 1
+    assert events(perform(one, END)) == []
+
+
+def test_a_loan_to_a_run_that_is_not_open_any_more_ends_and_is_dropped_without_a_poll() -> None:
+    one = lender()
+    perform(one, BEGIN)
+    assert list(one.settle_loans({1, 2}, 20.0)) == []
+    found: list[Command] = []
+    drive(one.settle_loans({1}, 20.0), found, lambda _command, now: Outcome(now))
+    (left,) = events(found)
+    assert left == IntentRevoked(lent(A), "run run2, to which 4 slots were lent, is not open")
+    assert [one.action for one in records(found) if isinstance(one, rec.Decision)] == ["end_loan"]
+    assert list(one.settle_loans({1}, 20.0 + LEAVES_S - 1)) == []
+    dropped = list(one.settle_loans({1}, one._loans[A].ended_at + LEAVES_S))
+    assert dropped[0] == DropKey(lent(A))
+    assert not one._loans
+
+
+def test_an_engine_that_dies_while_it_lends_has_neither_its_node_nor_its_run_blamed_and_its_runs_wait() -> (
+    None
+):
+    """A borrower's sample may have killed it; three such deaths would quarantine the node for the lender too."""
+    for lends in (True, False):
+        one = lender()
+        if lends:
+            perform(one, BEGIN)
+        running = ours(A, 1, JobState.RUNNING, nodes=("node1",), start_time=1.0)
+        one.observe(view(13.0, [running]), {}, (), (), 13.0)
+        assert one.tracker.intents[A].lent_to == ("run2" if lends else "")
+        failed = ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=1.0, end_time=14.0)
+        found = one.observe(view(15.0, [failed]), {}, (), (), 15.0)
+        health = one.tracker.health
+        assert bool(health._nodes) is not lends
+        assert (health.backoff_of(1)[0] > 0) is not lends
+        (died,) = [
+            event for event in found.records if isinstance(event, rec.Event) and event.kind == "engine_died"
+        ]
+        assert (
+            "it lent slots to run run2, so neither its node nor its own run is blamed" in died.reason
+        ) is lends
+        assert one._paused == ({(1, 2): LoanPause(1, 15.0 + BARRED_S)} if lends else {})
 
 
 def test_a_borrower_s_key_lies_beside_the_engine_s_and_opens_nothing_after_the_loan(tmp_path: Path) -> None:

@@ -250,24 +250,40 @@ class HandsRules:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Slots of one engine that are lent. `since`, `ended_at`: Unix s; the latter 0 while it lasts."""
+    """Slots of one engine that are lent. `since`, `ended_at`: Unix s; the latter 0 while it lasts. `lender`: the run whose engine it is."""
 
     run_id: int
     run: str
     slots: int
     since: float
     ended_at: float = 0.0
+    lender: int = 0
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """The one that lends, and the one that borrows."""
+        return self.lender, self.run_id
+
+
+@dataclass(frozen=True, slots=True)
+class LoanPause:
+    """Loans of two runs that were short, in a row, and until when (Unix s) there is none between them."""
+
+    short: int
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
 class LendingRules:
     """`slots`: that an engine lends at most; 0: none any more. `loans`: by the intent of the engine's job. `barred`: until when an engine
-    lends this run nothing (Unix s). `held`: by intent, as `OurJob.leases` and `idle_since`, of borrowers that are there."""
+    lends this run nothing (Unix s). `held`: by intent, as `OurJob.leases` and `idle_since`, of borrowers that are there. `paused`: by the
+    run that lends and the one that borrows."""
 
     slots: int
     loans: Mapping[str, Loan] = field(default_factory=dict)
     barred: Mapping[tuple[str, int], float] = field(default_factory=dict)
     held: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    paused: Mapping[tuple[int, int], LoanPause] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,11 +399,14 @@ class BeginLoan:
 
 @dataclass(frozen=True, slots=True)
 class EndLoan:
-    """Whoever borrows slots of the engine leaves it. `came_to_nothing`: it was never there, or left by itself."""
+    """The borrower of slots of the engine leaves it. `came_to_nothing`: it was never there, or left by itself. `short`: how many loans of
+    these two runs in a row were short, this one counted in; `pause_s`: for how long there is none between them then."""
 
     intent_id: str
     reason: str
     came_to_nothing: bool = False
+    short: int = 0
+    pause_s: float = 0.0
     code: HarvestCode = HarvestCode.LENT
 
 

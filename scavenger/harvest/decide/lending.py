@@ -3,11 +3,11 @@
     runs whose samples wait for a slot, the one first that one more engine would save most
       + engines of other runs that have slots to spare, that run's first whose last engine saves least
       --both share, one base, equal settings, half of the batch free, no sample of the lender's waits--> BeginLoan
-    a loan --the lender needs the slots, the borrower has no sample, somebody no longer shares, it never came--> EndLoan
+    a loan --the lender needs the slots, the borrower has no sample, one no longer shares, fewer may be lent, it never came--> EndLoan
 
 Owns the rule. What is lent is never more than `harvest.lend_slots`, and never more than half of an engine's batch; an engine has one
-borrower, and a run borrows of one engine. A loan is worth no engine's start or end: the number of engines is decided before, as if nobody
-lent.
+borrower, and a run borrows of one engine. Loans that are short, one after the other, make their two runs wait. A loan is worth no engine's
+start or end: the number of engines is decided before, as if there were no loans.
 
 Boundary: between engines of one run and samples of another; who has how many engines is decided elsewhere.
 """
@@ -17,7 +17,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from scavenger.harvest.decide.actions import BeginLoan, DrainKind, EndLoan, LendingRules, Loan, OurJob
+from scavenger.backoff import backoff_s
+from scavenger.harvest.decide.actions import (
+    BeginLoan,
+    DrainKind,
+    EndLoan,
+    LendingRules,
+    Loan,
+    LoanPause,
+    OurJob,
+)
 from scavenger.harvest.decide.hands import on_nodes_of
 from scavenger.harvest.decide.start import StartFacts
 from scavenger.policy.division import UNKNOWN, savings
@@ -30,8 +39,13 @@ REGISTERS_S = 120.0
 HOLD_S = 60.0
 #: After its end the key of a borrower is let in for so long: it says goodbye.
 LEAVES_S = 10.0
+NO_PAUSE = LoanPause(0, 0.0)
 #: What came to nothing is not tried again sooner.
 BARRED_S = 600.0
+#: A loan that ends sooner was short: the borrower had hardly pulled its base. After one more in a row these two runs wait, and each further
+#: time twice as long, at most `BARRED_S`.
+SHORT_S = 120.0
+PAUSE_S = 60.0
 
 
 def decide_loans(
@@ -47,11 +61,15 @@ def decide_loans(
         if loan.ended_at or (job := jobs.get(intent_id)) is None:
             continue  # the loan ends with the engine
         held = rules.held.get(lent(intent_id))
-        why = "harvest.lend_slots is 0" if rules.slots <= 0 else ""
+        if loan.slots > rules.slots:
+            why = f"harvest.lend_slots is {rules.slots}, and {loan.slots} slots were lent to run {loan.run}"
+            found.append(EndLoan(intent_id, why))
+            continue
         of = wants.get(job.run_id)
         comes = of.queued // max(1, have[of.run_id]) if of is not None else 0  # to this engine, of what waits
-        if why := why or _over(loan, of, wants.get(loan.run_id), held, job.leases + comes, now):
-            found.append(EndLoan(intent_id, why, held is None))
+        if why := _over(loan, of, wants.get(loan.run_id), held, job.leases + comes, now):
+            before = rules.paused.get(loan.runs)
+            found.append(ended(intent_id, loan, why, before, now, came_to_nothing=held is None))
     if rules.slots <= 0:
         return found
     served = Counter(loan.run_id for loan in rules.loans.values() if not loan.ended_at)
@@ -79,8 +97,21 @@ def decide_loans(
     return found
 
 
+def ended(
+    intent_id: str, loan: Loan, why: str, before: LoanPause | None, now: float, *, came_to_nothing: bool
+) -> EndLoan:
+    """The end of a loan. Where it was short, as the one before, these two runs wait. `before`: what is held against them."""
+    if now - loan.since >= SHORT_S and not came_to_nothing:
+        return EndLoan(intent_id, why)
+    short = 1 + (before.short if before is not None else 0)
+    pause_s = backoff_s(PAUSE_S, BARRED_S, short - 1) if short > 1 else 0.0
+    if pause_s:
+        why += f"; {short} loans of these two runs in a row were over within {SHORT_S:g} s or came to nothing: none for {pause_s:g} s"
+    return EndLoan(intent_id, why, came_to_nothing, short, pause_s)
+
+
 def lent(intent_id: str) -> str:
-    """The intent of whoever borrows of this one's engine."""
+    """The intent of the borrower of this one's engine."""
     return f"{LENT_INTENT}{intent_id}"
 
 
@@ -111,6 +142,7 @@ def _may(job: OurJob, want: Demand, of: Demand | None, rules: LendingRules, fact
         and of.max_batch > 1
         and 2 * job.leases <= of.max_batch
         and rules.barred.get((job.intent_id, want.run_id), 0.0) <= facts.now
+        and rules.paused.get((of.run_id, want.run_id), NO_PAUSE).until <= facts.now
         and on_nodes_of(want.owner, job.node, facts)
     )
 
