@@ -52,12 +52,19 @@ def _library(cause: str) -> Iterator[None]:
         raise EngineError(cause, _REMEDY, quoted=str(error)) from error
 
 
-async def _try_out(data: bytes) -> None:
-    """Open the tokenizer in a process under limits. Raises `EngineError` where that does not end well."""
+async def _try_out(data: bytes, cpu_s: int) -> None:
+    """Open the tokenizer in a process under limits, one of them `cpu_s` CPU seconds. Raises `EngineError` where that does not end well."""
     script = Path(tokenizer_trial.__file__)
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", str(script), env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+        sys.executable,
+        "-P",
+        str(script),
+        str(cpu_s),
+        env=environment,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -131,12 +138,13 @@ class Matcher:
 
 
 class Stopping(Around):
-    """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last. `most`: tokenizers that it
-    opens; to open one holds up all that is in this process."""
+    """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last. `borrowed`: it is of a run
+    that borrows slots. To open a tokenizer holds up all that is in this process: then few are opened, and none that takes long."""
 
-    def __init__(self, engine: Engine, most: float = math.inf) -> None:
+    def __init__(self, engine: Engine, *, borrowed: bool = False) -> None:
         super().__init__(engine)
-        self._openable = most
+        self._openable = MOST_BORROWED if borrowed else math.inf
+        self._open_cpu_s = tokenizer_trial.BORROWED_CPU_S if borrowed else tokenizer_trial.CPU_S
         self._tokenizer: Tokenizer | None = None
         self._digest = ""  # of the tokenizer's bytes
         self._matchers: dict[int, Matcher] = {}
@@ -242,7 +250,7 @@ class Stopping(Around):
                 )
             self._openable -= 1
             copied = bytes(data)
-            await _try_out(copied)
+            await _try_out(copied, self._open_cpu_s)
             with _library(_NO_TOKENIZER):
                 self._tokenizer = Tokenizer.from_buffer(copied)
         self._digest = digest
@@ -337,7 +345,7 @@ class StoppingLender(Stopping):
         self._lends = lends
 
     def borrow(self, slots: int) -> Engine:
-        return Stopping(self._lends.borrow(slots), most=MOST_BORROWED)
+        return Stopping(self._lends.borrow(slots), borrowed=True)
 
     def recall(self) -> None:
         self._lends.recall()

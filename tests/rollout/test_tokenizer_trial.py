@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import random
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,10 @@ def test_a_tokenizer_is_tried_once_for_versions_that_bring_the_same(monkeypatch:
     tried: list[bytes] = []
     real = stopping._try_out
 
-    async def counted(data: bytes) -> None:
+    async def counted(data: bytes, cpu_s: int) -> None:
+        assert cpu_s == tokenizer_trial.CPU_S
         tried.append(data)
-        await real(data)
+        await real(data, cpu_s)
 
     monkeypatch.setattr(stopping, "_try_out", counted)
     engine = engine_of(Inner())
@@ -225,3 +227,18 @@ def test_a_borrower_s_versions_bring_few_tokenizers_in_a_loan_and_one_that_does_
                 await guest.load(5, [view(data)])
 
     asyncio.run(main())
+
+
+def test_a_borrower_s_tokenizer_that_takes_long_to_open_is_refused_before_the_lender_s_samples_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer_trial, "BORROWED_CPU_S", 1)
+    large = published(
+        {"type": "WordLevel", "vocab": {f"t{n}": n for n in range(1_000_000)}, "unk_token": "t0"}
+    )
+    lender = Lender()
+    own = StoppingLender(lender, lender)  # type: ignore[arg-type]  # has what is asked of it alone
+    with pytest.raises(EngineError, match=f"ended with signal {signal.SIGXCPU.value}"):
+        asyncio.run(own.borrow(2).load(1, [view(large)]))
+    asyncio.run(own.load(1, [view(large)]))
+    assert lender.loaded == [1], "a run's own may take longer"
