@@ -4,8 +4,8 @@
                                             around `Lends.borrow`, beside the samples of the run whose engine this is
 
 Owns the borrower's life: one at a time, ended before the next, and always before the engine is. It is told to leave as by SIGTERM: it
-flushes, says goodbye, and its samples go on elsewhere with all of their tokens. How it ends is its own run's affair: this run hears nothing
-of it. Knows no message of either run.
+flushes, says goodbye, and its samples go on elsewhere with all of their tokens. However it ends, this run hears nothing of it, and goes on;
+the log does. Knows no message of either run.
 
 Boundary: tasks of one process; IO through the worker that it is given.
 """
@@ -13,6 +13,7 @@ Boundary: tasks of one process; IO through the worker that it is given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ import structlog
 
 from rollout.engines.base import Engine, Lends
 from rollout.key_file import read_when_there
-from scavenger.errors import ScavengerError, describe
+from scavenger.errors import EngineError, ScavengerError, describe
 from scavenger.protocol.keys import KeyPair
 from scavenger.protocol.messages import EngineSpec, LendSlots
 from scavenger.protocol.worker.events import EndWorker
@@ -95,16 +96,19 @@ class Lending:
             return
         try:
             pair = await read_when_there(self._key, order.public_key, KEY_S)
-        except ScavengerError as error:
+        except (ScavengerError, OSError) as error:
             _log.warning("lending.refused", run=order.run, reason=describe(error))
             return
         self._lends = engine
-        self._borrower = self._new_borrower(pair, spec, engine.borrow(order.slots), order.slots)
-        _log.info("lending.began", run=pair.run, slots=order.slots, reason=order.reason)
+        borrowed = engine.borrow(order.slots)
         try:
+            self._borrower = self._new_borrower(pair, spec, borrowed, order.slots)
+            _log.info("lending.began", run=pair.run, slots=order.slots, reason=order.reason)
             end = await self._borrower.run()
-        except ScavengerError as error:
+        except Exception as error:  # noqa: BLE001  in another run's worker: this run, and its next loan, go on
             _log.error("lending.failed", run=pair.run, exc_info=error)
+            with contextlib.suppress(EngineError):  # the engine died: its own worker reports that
+                await borrowed.close()
         else:
             _log.info("lending.ended", run=pair.run, code=end.code, reason=end.reason)
         finally:

@@ -437,6 +437,40 @@ class Lender(Sharing):
     def recall(self) -> None: ...
 
 
+@pytest.mark.parametrize("where", ["made", "run"])
+def test_a_borrower_that_fails_in_a_way_nobody_foresaw_gives_its_slots_back_and_the_next_loan_begins(
+    tmp_path: Path, where: str
+) -> None:
+    key = tmp_path / "lent.key"
+    keys.write_keypair(key, HIS)
+    made: list[Leaving] = []
+
+    class Failing(Leaving):
+        async def run(self) -> EndWorker:
+            raise OSError("too many open files")
+
+    def new_borrower(*_of: object) -> Leaving:
+        made.append(Failing() if not made else Leaving())
+        if where == "made" and len(made) == 1:
+            raise OSError("too many open files")
+        return made[-1]
+
+    async def main() -> None:
+        lending, engine = Lending(key, new_borrower), Lender()
+        lending.order(ORDER, engine, SHARED)
+        assert lending._loan is not None
+        await asyncio.wait_for(lending._loan, 30.0)
+        assert engine.calls == ["close"], "of the borrower's part of it"
+        lending.order(structs.replace(ORDER, reason="again"), engine, SHARED)
+        async with asyncio.timeout(30.0):
+            while len(made) == 1:
+                await asyncio.sleep(0.01)
+        made[1].may_end.set()
+        await asyncio.wait_for(lending._loan, 30.0)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("orders", [[OVER], [structs.replace(ORDER, slots=0)]])
 def test_a_loan_that_was_ended_before_it_began_or_is_of_no_slots_never_begins(
     tmp_path: Path, orders: list[messages.LendSlots]
