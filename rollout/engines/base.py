@@ -63,6 +63,11 @@ class EngineHost:
     sleeps: bool = False
     nodes: EngineNodes | None = None
 
+    @property
+    def may_lend(self) -> bool:
+        """Whether the daemon ever has its engine lend slots: of a harvested job, on one node."""
+        return not self.sleeps and self.nodes is None
+
 
 @dataclass(frozen=True, slots=True)
 class Kv:

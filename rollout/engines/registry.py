@@ -28,7 +28,7 @@ def with_stops(bare: Build) -> Build:
 
     async def build(spec: EngineSpec, host: EngineHost) -> Engine:
         engine = await bare(spec, host)
-        if spec.shareable and shared.can_share(engine):
+        if spec.shareable and host.may_lend and shared.can_share(engine):
             lender = shared.SharedBatch(engine).lender
             return StoppingLender(lender, lender)
         return StoppingMover(engine, engine) if isinstance(engine, MovesKv) else Stopping(engine)

@@ -342,6 +342,15 @@ def test_vllm_is_asked_for_the_least_rank_that_it_has_room_for() -> None:
         given(513)
 
 
+def test_vllm_has_room_for_a_borrower_s_adapters_only_where_its_engine_may_lend() -> None:
+    kind = kinds.Vllm()
+    _, _, config = setup.checked_config(kind.spec())
+    for shared, sleeps, runs in ((True, False, 2), (True, True, 1), (False, False, 1)):
+        spec = msgspec.structs.replace(kind.spec(), adapter_rank=8, shared=shared)
+        found = setup.arguments(spec, EngineHost("run", sleeps=sleeps), Path("/f"), config, True)
+        assert (found["max_loras"], found["max_cpu_loras"]) == (runs, runs)
+
+
 @pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")

@@ -178,7 +178,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
                 f"vLLM keeps no adapters of rank {spec.adapter_rank} beside their base",
                 'set lora.serve = "merged"',
             )
-        runs = 2 if spec.shareable else 1  # that have adapters beside the base
+        runs = 2 if spec.shareable and host.may_lend else 1  # that have adapters beside the base
         chosen |= {"enable_lora": True, "max_loras": runs, "max_cpu_loras": runs, "max_lora_rank": rank}
     spread = host.nodes.arguments() if host.nodes is not None else {}
     if spread and host.gpus % spread["nnodes"]:
