@@ -125,8 +125,8 @@ class Decoder:
         self._gpu = gpu or Uncounted()
         self._model = build_model(self.config, DTYPES[spec.dtype], device)
         self._recorder = self._new_recorder(spec.routing)
-        self._hold_weights()
         self._lanes = lanes.Lanes(self._model) if spec.adapter_rank else None
+        self._hold_weights()
         self._base: list[Weight] | None = None  # that is in place, where adapters are kept beside it
         self._lane_of: dict[int, int] = {}  # of requests that wait, by handle; none: the run's own
         self._others: dict[
@@ -143,6 +143,7 @@ class Decoder:
         self._spec = spec
         self._speculator = self._new_speculator()
         self._sleeps = sleeps
+        self._offloaded = False
         self._held: dict[str, Sum] = {}  # what an engine that sleeps held when it was loaded
         self.loaded = False
 
@@ -198,6 +199,8 @@ class Decoder:
                 given = self._load_whole(base, summed=summed)
             self._base = base
         self._lanes.put(lanes.OWN, adapters)
+        if not self._offloaded:
+            self._hold_weights()
         self.loaded, self._held = True, self._sums() if self._sleeps else {}
         return {} if adapters else given
 
@@ -303,7 +306,9 @@ class Decoder:
         return given
 
     def _sums(self) -> dict[str, Sum]:
-        return {name: checksum(tensor) for name, tensor in self._model.state_dict().items()}
+        """Of what it computes with, adapters that are kept beside their base among it."""
+        beside = self._lanes.tensors() if self._lanes is not None else {}
+        return {name: checksum(tensor) for name, tensor in (self._model.state_dict() | beside).items()}
 
     @property
     def speculated(self) -> Speculated:
@@ -339,11 +344,13 @@ class Decoder:
         return SlotCache(self._max_batch, self._context_length, partial(self._gpu.hold, CACHE))
 
     def _hold_weights(self) -> None:
-        self._gpu.hold(WEIGHTS, sum(parameter.nbytes for parameter in self._model.parameters()))
+        beside = self._lanes.tensors().values() if self._lanes is not None else ()
+        self._gpu.hold(WEIGHTS, sum(tensor.nbytes for tensor in (*self._model.parameters(), *beside)))
 
     def offload(self) -> None:
         """Give the device's memory back; the weights wait in host memory."""
         self.clear()
+        self._offloaded = True
         self._move_to("cpu")
         self._gpu.hold(WEIGHTS, 0)
         if self._device == "cuda":
@@ -361,6 +368,7 @@ class Decoder:
     def restore(self) -> None:
         """Take the memory again. Raises `WeightsDiffer` unless the weights are what they were when they were loaded."""
         self._hold_weights()
+        self._offloaded = False
         self._move_to(self._device)
         if self._held and not same(self._sums(), self._held):
             cause = "the weights did not come out of sleep as they went into it"

@@ -75,6 +75,15 @@ class Lanes:
         """Those that have adapters."""
         return sorted({lane for beside in self._beside.values() for lane in beside})
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds of all lanes, by names of their own."""
+        return {
+            f"lane {lane}: {layer}.{part}": tensor
+            for layer, beside in self._beside.items()
+            for lane, one in beside.items()
+            for part, tensor in (("lora_A", one.down), ("lora_B", one.up))
+        }
+
     def announce(self, rows: Sequence[int]) -> None:
         """The next pass is of rows of these lanes."""
         self._rows = tuple(rows)

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,14 +14,14 @@ import pytest
 
 from rollout.engines.base import Engine, EngineHost, Lends
 from rollout.engines.registry import with_stops
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WeightsDiffer
 from scavenger.protocol.messages import Sampling
 from scavenger.protocol.worker.events import Delta, Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import merging, reference, shared  # noqa: E402  needs torch, as all that follows
+from rollout.engines import account, merging, reference, shared  # noqa: E402  needs torch, as all that follows
 from rollout.engines.reference import ReferenceEngine  # noqa: E402
 from tests.rollout.test_adapters_unmerged import Pulled  # noqa: E402
 from tests.rollout.test_engine_adapters import LORA  # noqa: E402
@@ -455,6 +456,64 @@ def test_an_engine_that_one_run_s_samples_find_something_in_is_not_shared() -> N
         {"routing": 2},
     ):
         assert not msgspec.structs.replace(SPEC, **change).shareable
+
+
+def test_an_engine_that_shares_its_gpus_with_a_training_job_lends_nothing() -> None:
+    async def main() -> None:
+        for sleeps in (False, True):
+            engine = await with_stops(reference.build)(SPEC, EngineHost("hers", sleeps=sleeps))
+            assert isinstance(engine, Lends) is not sleeps
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_adapters_beside_their_base_come_out_of_sleep_as_they_went_into_it(damage: bool) -> None:
+    hers = Run(1)
+
+    async def main() -> None:
+        engine = await reference.build(SPEC, EngineHost("hers", sleeps=True))
+        await engine.load(2, hers.version)
+        await engine.sleep()
+        assert engine._decoder._lanes is not None
+        (first, *_) = engine._decoder._lanes.tensors().values()
+        if damage:
+            with torch.inference_mode():
+                first[0, 0] += 1
+            with pytest.raises(WeightsDiffer, match="did not come out of sleep as they went into it"):
+                await engine.wake()
+        else:
+            await engine.wake()
+            same(KIND, await finish(engine, *some()), await alone(hers.version, *some()))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_account_of_a_gpu_has_the_adapters_beside_the_base_but_not_while_it_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hers, path = Run(1), account.create(tmp_path / "gpu", 1 << 30)
+    monkeypatch.setenv(account.VARIABLE, str(path))
+
+    async def main() -> None:
+        engine = await reference.build(SPEC, EngineHost("hers", sleeps=True))
+        (bare,) = await engine.bytes_held()
+        await engine.load(2, hers.version)
+        decoder = engine._decoder
+        assert decoder._lanes is not None
+        adapters = sum(one.nbytes for one in decoder._lanes.tensors().values())
+        assert adapters > 0
+        assert await engine.bytes_held() == [bare + adapters]
+        await engine.sleep()
+        await engine.load(3, hers.next(5))
+        assert await engine.bytes_held() == [0]
+        await engine.wake()
+        assert await engine.bytes_held() == [bare + adapters]
+        await engine.close()
+
+    asyncio.run(main())
 
 
 # ---------------------------------------------------------------- vLLM
