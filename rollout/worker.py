@@ -254,7 +254,7 @@ class Options:
     memory_share: float = 0.0  # of its GPU, of a guest; 0 = what the run says
     slots: int = 0  # that it borrows of another run's engine; 0: the engine is its own
     lent_key: Path | None = (
-        None  # the key file of whoever borrows slots of this one's engine; None: it lends none
+        None  # the key file of the borrower of slots of this one's engine; None: it lends none
     )
     here: JobNode | None = None  # of an engine over several nodes, whose first one this is
     #: Of a borrower: how large its weights may be, once the run whose engine it is has its own.

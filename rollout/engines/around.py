@@ -9,7 +9,7 @@ from scavenger.protocol.worker.events import HearSiblings, Speculated
 
 
 class Around:
-    """The part of `base.Engine` that is the inner engine's own affair. Whoever inherits it has the rest."""
+    """The part of `base.Engine` that is the inner engine's own affair. A subclass has the rest."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -406,7 +406,7 @@ class Decoder:
                 self._left[row.request.handle] = self._copied_out(slot, row.cached)
 
     def drop_left(self, handles: Iterable[int]) -> None:
-        """Nobody takes what these left."""
+        """No worker takes what these left."""
         for handle in handles:
             self._left.pop(handle, None)
 
@@ -666,7 +666,7 @@ class Decoder:
             last = len(self._rows) - 1
             if self._speculator is not None:
                 self._speculator.leave(self._rows[index].request.handle)
-            # Nothing of another run stays for whoever has the slot next.
+            # Nothing of another run stays for the next request in the slot.
             foreign = {self._rows[index].lane, self._rows[last].lane} != {lanes.OWN}
             if foreign:
                 self._cache.wipe(index)

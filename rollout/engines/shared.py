@@ -1,13 +1,13 @@
 r"""One engine, several runs: the run whose engine it is lends slots, and each run has an `Engine` of its own around the common batch.
 
-    LenderFace  --load, add--> lane 0 \                                   / its own deltas, by its own handles
-                                       > SharesBatch, one batch <next()--
-    BorrowerFace --load, add--> lane n /                                  \ its own deltas, by its own handles
+    LenderEngine    --load, add--> lane 0 \                                   / its own deltas, by its own handles
+                                           > SharesBatch, one batch <next()--
+    BorrowerEngine  --load, add--> lane n /                                  \ its own deltas, by its own handles
 
-Owns who gets which delta: each request has a number of its own in the engine, and a delta goes to the face that made that number. One
-task waits for the engine; it asks for tokens only while a face does. A face that does not fetch its tokens holds up nobody: what waits is
-bounded by its slots. Whatever one borrower does (a version that does not fit, a face that is closed) ends that one alone; what ends the
-engine ends all. Knows no socket and no daemon.
+Owns which run gets which delta: each request has a number of its own in the engine, and a delta goes to the run part that made that number.
+One task waits for the engine; it asks for tokens only while a run does. A run that does not fetch its tokens holds up no other: what waits
+is bounded by its slots. Whatever one borrower does (a version that does not fit, an engine that is closed) ends that one alone; what ends
+the engine ends all. Knows no socket and no daemon.
 
 Boundary: between one engine and the workers of several runs in this process.
 """
@@ -41,7 +41,7 @@ def can_share(engine: Engine) -> TypeGuard[SharedEngine]:
 
 
 @dataclass(slots=True)
-class _Face:
+class _RunPart:
     """What of the common batch is one run's."""
 
     lane: int
@@ -74,57 +74,57 @@ class SharedBatch:
         self._numbers = count()
         self._lanes = count(1)
         self._of: dict[
-            int, tuple[_Face, int]
+            int, tuple[_RunPart, int]
         ] = {}  # the engine's number -> whose it is, and its handle there
-        self._faces: dict[int, _Face] = {}
-        self._asking = 0  # faces that wait for tokens
+        self._parts: dict[int, _RunPart] = {}
+        self._asking = 0  # runs that wait for tokens
         self._asked = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
         self.recalled = False  # all of it is about to be closed or forgotten
-        self.lender = LenderFace(self, self.new_face(0))
+        self.lender = LenderEngine(self, self.new_part(0))
 
-    def new_face(self, lane: int | None = None) -> _Face:
-        face = _Face(next(self._lanes) if lane is None else lane, [], asyncio.Event(), {})
-        self._faces[face.lane] = face
-        return face
+    def new_part(self, lane: int | None = None) -> _RunPart:
+        part = _RunPart(next(self._lanes) if lane is None else lane, [], asyncio.Event(), {})
+        self._parts[part.lane] = part
+        return part
 
-    def borrow(self, slots: int) -> BorrowerFace:
-        return BorrowerFace(self, self.new_face(), slots)
+    def borrow(self, slots: int) -> BorrowerEngine:
+        return BorrowerEngine(self, self.new_part(), slots)
 
-    def number(self, face: _Face, request: Request) -> Request:
+    def number(self, part: _RunPart, request: Request) -> Request:
         """The request as the engine knows it."""
         number = next(self._numbers)
-        face.live[request.handle] = number
-        self._of[number] = face, request.handle
+        part.live[request.handle] = number
+        self._of[number] = part, request.handle
         return replace(request, handle=number)
 
-    def unknown(self, face: _Face, handle: int) -> None:
+    def unknown(self, part: _RunPart, handle: int) -> None:
         """The engine did not take it, or it is over."""
-        if (number := face.live.pop(handle, None)) is not None:
+        if (number := part.live.pop(handle, None)) is not None:
             self._of.pop(number, None)
 
-    async def abort(self, face: _Face, handles: Iterable[int]) -> None:
+    async def abort(self, part: _RunPart, handles: Iterable[int]) -> None:
         gone = set(handles)
-        numbers = [face.live[handle] for handle in gone if handle in face.live]
+        numbers = [part.live[handle] for handle in gone if handle in part.live]
         for handle in gone:
-            self.unknown(face, handle)
-        face.ready = [delta for delta in face.ready if delta.handle not in gone]
+            self.unknown(part, handle)
+        part.ready = [delta for delta in part.ready if delta.handle not in gone]
         await self.engine.abort(numbers)
 
-    def abandon(self, face: _Face) -> None:
+    def abandon(self, part: _RunPart) -> None:
         """All of its requests are over: the engine drops them by itself."""
-        for handle in list(face.live):
-            self.unknown(face, handle)
-        face.ready.clear()
+        for handle in list(part.live):
+            self.unknown(part, handle)
+        part.ready.clear()
 
-    async def next(self, face: _Face) -> list[Delta]:
+    async def next(self, part: _RunPart) -> list[Delta]:
         self._asking += 1
         self._asked.set()
         if self._pump is None:
             self._pump = asyncio.create_task(self._deliver())
             self._pump.add_done_callback(self._ended)
         try:
-            return await face.next()
+            return await part.next()
         finally:
             self._asking -= 1
             if not self._asking:
@@ -148,37 +148,37 @@ class SharedBatch:
     def _give(self, delta: Delta) -> None:
         if (whose := self._of.get(delta.handle)) is None:
             return
-        face, handle = whose
+        part, handle = whose
         if delta.finish or delta.error:
-            self.unknown(face, handle)
-        face.ready.append(replace(delta, handle=handle))
-        face.fresh.set()
+            self.unknown(part, handle)
+        part.ready.append(replace(delta, handle=handle))
+        part.fresh.set()
 
     def fail(self, error: EngineError) -> None:
         """The engine died: all of its runs are told."""
-        for face in self._faces.values():
-            face.fail(error)
+        for part in self._parts.values():
+            part.fail(error)
 
     def drop_lost(self) -> None:
         """The lender's load may have dropped borrowers' weights."""
         kept = self.engine.borrowers()
-        for lane, face in self._faces.items():
-            if face.loaded and lane not in kept:
-                self.abandon(face)
-                face.fail(EngineError(_BASE))
+        for lane, part in self._parts.items():
+            if part.loaded and lane not in kept:
+                self.abandon(part)
+                part.fail(EngineError(_BASE))
 
-    async def end(self, face: _Face) -> None:
+    async def end(self, part: _RunPart) -> None:
         """The loan is over: nothing of it stays in the engine."""
-        if self._faces.pop(face.lane, None) is None:
+        if self._parts.pop(part.lane, None) is None:
             return
-        self.abandon(face)
-        face.fail(EngineError(_OVER))
+        self.abandon(part)
+        part.fail(EngineError(_OVER))
         if not self.recalled:
-            await self.engine.drop(face.lane)
+            await self.engine.drop(part.lane)
 
     async def end_loans(self) -> None:
-        for face in [face for lane, face in self._faces.items() if lane]:
-            await self.end(face)
+        for part in [part for lane, part in self._parts.items() if lane]:
+            await self.end(part)
 
     async def stop(self) -> None:
         """Ask the engine for no more tokens."""
@@ -188,12 +188,12 @@ class SharedBatch:
             self._pump = None
 
 
-class LenderFace(Around):
+class LenderEngine(Around):
     """`base.Engine` of the run whose engine it is, as it would be without borrowers."""
 
-    def __init__(self, batch: SharedBatch, face: _Face) -> None:
+    def __init__(self, batch: SharedBatch, part: _RunPart) -> None:
         super().__init__(batch.engine)
-        self._batch, self._face = batch, face
+        self._batch, self._part = batch, part
 
     def borrow(self, slots: int) -> Engine:
         return self._batch.borrow(slots)
@@ -202,7 +202,7 @@ class LenderFace(Around):
         self._batch.recalled = True
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
-        self._batch.abandon(self._face)
+        self._batch.abandon(self._part)
         try:
             return await self._engine.load(version, tensors, summed=summed)
         finally:
@@ -210,27 +210,27 @@ class LenderFace(Around):
 
     async def add(self, request: Request) -> None:
         try:
-            await self._engine.add(self._batch.number(self._face, request))
-        except BaseException:  # refused, or whoever adds it leaves: no token of it will come
-            self._batch.unknown(self._face, request.handle)
+            await self._engine.add(self._batch.number(self._part, request))
+        except BaseException:  # refused, or the call was cancelled: no token of it will come
+            self._batch.unknown(self._part, request.handle)
             raise
 
     async def abort(self, handles: Iterable[int]) -> None:
-        await self._batch.abort(self._face, handles)
+        await self._batch.abort(self._part, handles)
 
     async def next(self) -> list[Delta]:
-        return await self._batch.next(self._face)
+        return await self._batch.next(self._part)
 
     async def sleep(self) -> None:
         await self._batch.end_loans()
-        self._batch.abandon(self._face)
+        self._batch.abandon(self._part)
         await self._engine.sleep()
 
     async def forget(self, run: str) -> None:
         await self._batch.stop()
         self._batch.recalled = True
         await self._batch.end_loans()
-        self._batch.abandon(self._face)
+        self._batch.abandon(self._part)
         await self._engine.forget(run)
         self._batch.recalled = False
 
@@ -240,11 +240,11 @@ class LenderFace(Around):
         await self._engine.close()
 
 
-class BorrowerFace:
+class BorrowerEngine:
     """`base.Engine` of a run that borrows slots."""
 
-    def __init__(self, batch: SharedBatch, face: _Face, slots: int) -> None:
-        self._batch, self._face, self._engine, self._slots = batch, face, batch.engine, slots
+    def __init__(self, batch: SharedBatch, part: _RunPart, slots: int) -> None:
+        self._batch, self._part, self._engine, self._slots = batch, part, batch.engine, slots
 
     def info(self) -> EngineInfo:
         whole = self._engine.info()
@@ -258,31 +258,31 @@ class BorrowerFace:
                 "nothing is merged in an engine that several runs share", 'set lora.serve = "unmerged"'
             )
         self._refuse_over()
-        self._batch.abandon(self._face)
-        self._face.loaded = False
-        await self._engine.load_beside(self._face.lane, tensors)
-        self._face.loaded = True
+        self._batch.abandon(self._part)
+        self._part.loaded = False
+        await self._engine.load_beside(self._part.lane, tensors)
+        self._part.loaded = True
         return b""
 
     async def add(self, request: Request) -> None:
         self._refuse_over()
-        if len(self._face.live) >= self._slots:
+        if len(self._part.live) >= self._slots:
             raise EngineError(f"{self._slots} slots are lent, and each holds a sample")
         try:
-            await self._engine.add_beside(self._face.lane, self._batch.number(self._face, request))
-        except BaseException:  # refused, or whoever adds it leaves: no token of it will come
-            self._batch.unknown(self._face, request.handle)
+            await self._engine.add_beside(self._part.lane, self._batch.number(self._part, request))
+        except BaseException:  # refused, or the call was cancelled: no token of it will come
+            self._batch.unknown(self._part, request.handle)
             raise
 
     def _refuse_over(self) -> None:
-        if self._face.fault is not None:
-            raise self._face.fault
+        if self._part.fault is not None:
+            raise self._part.fault
 
     async def abort(self, handles: Iterable[int]) -> None:
-        await self._batch.abort(self._face, handles)
+        await self._batch.abort(self._part, handles)
 
     async def next(self) -> list[Delta]:
-        return await self._batch.next(self._face)
+        return await self._batch.next(self._part)
 
     async def sleep(self) -> None:
         raise EngineError("a run that borrows slots does not put the engine to sleep")
@@ -306,4 +306,4 @@ class BorrowerFace:
         raise EngineError(f"an engine in lent slots does not change hands to run {run}")
 
     async def close(self) -> None:
-        await self._batch.end(self._face)
+        await self._batch.end(self._part)

@@ -406,9 +406,9 @@ def test_what_ends_the_engine_is_told_to_all_of_its_runs() -> None:
         stage.raw._decoder.step = broken  # type: ignore[assignment,method-assign]  # the fault is planted
         await engine.add(request(0))
         await guest.add(request(0))
-        for face in (engine, guest):
+        for one in (engine, guest):
             with pytest.raises(EngineError, match="the engine failed"):
-                await face.next()
+                await one.next()
 
     play(scene)
 
@@ -420,8 +420,8 @@ def test_planted_a_token_that_is_given_to_the_other_run_is_found(monkeypatch: py
     def give(batch: shared.SharedBatch, delta: Delta) -> None:
         if delta.handle in batch._of:
             _, handle = batch._of[delta.handle]
-            faces = [face for face in batch._faces.values() if handle in face.live]
-            wrong = faces[-1]
+            parts = [part for part in batch._parts.values() if handle in part.live]
+            wrong = parts[-1]
             if delta.finish:
                 batch.unknown(wrong, handle)
             wrong.ready.append(
@@ -561,8 +561,8 @@ def test_vllm_computes_two_runs_samples_in_one_batch_and_neither_s_load_disturbs
             await guest.load(2, his)
             both = await asyncio.gather(
                 *(
-                    finish(face, *some(greedy), *(request(n, longer) for n in (4, 5)))
-                    for face in (engine, guest)
+                    finish(one, *some(greedy), *(request(n, longer) for n in (4, 5)))
+                    for one in (engine, guest)
                 )
             )
             for found, due in zip(both, expected, strict=True):

@@ -239,30 +239,30 @@ def test_the_schedules_hear_tokens() -> None:
 def to_the_other_run(batch: shared.SharedBatch, delta: Delta) -> None:
     """Given by handle, as if all were one run's."""
     if (whose := batch._of.get(delta.handle)) is not None:
-        face = next(
-            (one for one in batch._faces.values() if one is not whose[0] and whose[1] in one.live), whose[0]
+        part = next(
+            (one for one in batch._parts.values() if one is not whose[0] and whose[1] in one.live), whose[0]
         )
-        face.ready.append(Delta(whose[1], delta.token_ids, delta.logprobs, delta.raw_logprobs, delta.finish))
-        face.fresh.set()
+        part.ready.append(Delta(whose[1], delta.token_ids, delta.logprobs, delta.raw_logprobs, delta.finish))
+        part.fresh.set()
 
 
-async def keeps_what_waits(batch: shared.SharedBatch, face: shared._Face, handles: Iterable[int]) -> None:
+async def keeps_what_waits(batch: shared.SharedBatch, part: shared._RunPart, handles: Iterable[int]) -> None:
     """Tokens that wait outlive the abort of their request."""
     gone = set(handles)
-    numbers = [face.live[handle] for handle in gone if handle in face.live]
+    numbers = [part.live[handle] for handle in gone if handle in part.live]
     for handle in gone:
-        batch.unknown(face, handle)
+        batch.unknown(part, handle)
     await batch.engine.abort(numbers)
 
 
-def knows_it_still(batch: shared.SharedBatch, face: shared._Face, handle: int) -> None:
+def knows_it_still(batch: shared.SharedBatch, part: shared._RunPart, handle: int) -> None:
     """A request that is over is taken for one that goes on."""
-    face.live.pop(handle, None)
+    part.live.pop(handle, None)
 
 
-def loads_end_all(batch: shared.SharedBatch, face: shared._Face) -> None:
+def loads_end_all(batch: shared.SharedBatch, part: shared._RunPart) -> None:
     """A load of one run ends the requests of all."""
-    for one in batch._faces.values():
+    for one in batch._parts.values():
         for handle in list(one.live):
             batch.unknown(one, handle)
         one.ready.clear()

@@ -289,7 +289,9 @@ def test_where_the_lender_leaves_the_borrower_says_goodbye_with_all_its_tokens(
         end = await asyncio.wait_for(stage.process, 30.0)
         assert end.code == (EXIT_PREEMPTED if leaves == "notice" else EXIT_DRAINED)
         assert stage.engine.calls[-1] == "close"
-        assert "drop 1" not in stage.engine.calls, "nobody waits for an engine that is about to be closed"
+        assert "drop 1" not in stage.engine.calls, (
+            "no borrower waits for an engine that is about to be closed"
+        )
 
     play(scene)
 
@@ -310,7 +312,7 @@ def test_a_borrower_whose_run_has_another_engine_is_turned_away_and_the_lender_g
 
 
 def announced(version: int, nbytes: int, adapter: manifests.Adapter | None) -> bytes:
-    """The manifest of weights that nobody has."""
+    """The manifest of weights that no source has."""
     table, size = manifests.layout({"w": ("uint8", (nbytes,))}), manifests.chunk_nbytes_of(nbytes)
     hashes = tuple(bytes(16) for _ in range(-(-nbytes // size)))
     return manifests.encode(manifests.seal(version, table, hashes, chunk_nbytes=size, adapter=adapter))
@@ -438,7 +440,7 @@ class Lender(Sharing):
 
 
 @pytest.mark.parametrize("where", ["made", "run"])
-def test_a_borrower_that_fails_in_a_way_nobody_foresaw_gives_its_slots_back_and_the_next_loan_begins(
+def test_a_borrower_that_fails_in_an_unforeseen_way_gives_its_slots_back_and_the_next_loan_begins(
     tmp_path: Path, where: str
 ) -> None:
     key = tmp_path / "lent.key"

@@ -274,11 +274,11 @@ class VllmEngine:
             async with self._weights_lock:
                 try:
                     found = await self._put_in(version, views, names)
-                except BaseException:  # it does not fit, or whoever loads it leaves
+                except BaseException:  # it does not fit, or the call was cancelled
                     if self._lanes:  # other runs' samples wait for no version of this one
                         await self._call(self._llm.resume_generation())
                     raise
-                if self._spec.keep_cache or self._lanes:  # what is cached of older weights is found by nobody
+                if self._spec.keep_cache or self._lanes:  # no request finds what is cached of older weights
                     await self._call(self._llm.resume_generation())
                 else:
                     await self._resume_with_clean_cache()
@@ -435,7 +435,7 @@ class VllmEngine:
                 number = await self._beside_base(lane, adapters)
                 self._serial += 1
                 self._lanes[lane] = LentLane(f"lent-{self._serial}", number, base, self._base_digest)
-            except BaseException:  # it does not fit, or whoever loads it leaves: nothing of it stays
+            except BaseException:  # it does not fit, or the call was cancelled: nothing of it stays
                 if self._fault is None:
                     await self._drop_others()
                 raise
@@ -467,7 +467,7 @@ class VllmEngine:
         self._lane_of[request.handle] = lane
         try:
             await self._begin(request, None)
-        except BaseException:  # refused, or whoever adds it leaves
+        except BaseException:  # refused, or the call was cancelled
             self._lane_of.pop(request.handle, None)
             raise
 
