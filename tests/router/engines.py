@@ -15,6 +15,7 @@ from scavenger.protocol.kv import KvBinding
 from scavenger.protocol.messages import (
     Chunk,
     Chunks,
+    LendSlots,
     SiblingTokens,
     WeightSource,
     pack_logprobs,
@@ -117,6 +118,7 @@ class SimWorker:
         self.spawned = 0  # when, among all of its world
         self.said: deque[Chunks] = deque(maxlen=12)
         self.root: bytes = b""
+        self.lends: LendSlots | None = None  # the last order of a loan that came
 
     @property
     def run(self) -> str:
@@ -169,6 +171,8 @@ class SimWorker:
                 self.todo.append(action)
             case ev.WakeEngine():
                 self.todo.append(action)
+            case ev.Lend(order=order):
+                self.lends = order
             case ev.EndWorker():
                 self.left = action
             case ev.LogNote() | ev.MoreHolders() | ev.PullWeights():  # a load here is one step, from whomever

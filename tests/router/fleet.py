@@ -2,7 +2,8 @@
 
 Ops besides a `World`'s: `fleet` (which runs' weights may cross a link), `beyond` (a job on a further cluster), `part` and `meet` (its link
 is cut, and returns), `pass` (time), `invite` (a guest), `bound` (what its host leaves it), `other_run` (an engine speaks of a sample of
-another run). `Trouble` draws them. What is checked besides: `Fleet.apply` and `Fleet._hear`, and `apart`.
+another run), `lend` and `lend_over` (an engine lends slots to another run, and that ends). `Trouble` draws them. What is checked besides:
+`Fleet.apply`, `Fleet._hear` and `Fleet._audit`, and `apart`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from scavenger.protocol.messages import (
     GUEST_INTENT,
+    LENT_INTENT,
     Chunk,
     Chunks,
     GoodbyeAck,
@@ -25,9 +27,9 @@ from scavenger.protocol.messages import (
     Yielded,
 )
 from scavenger.protocol.worker import events as ev
-from scavenger.router.core.events import PeerIdentity
+from scavenger.router.core.events import IntentRevoked, PeerIdentity, SlotsLent
 from scavenger.router.core.state import Sample
-from scavenger.router.core.transitions import SampleStatus
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.engines import SimWorker, finish_at, payload
 from tests.router.links import Link
@@ -52,6 +54,8 @@ class Fleet(World):
     def __init__(self, *args: object, **named: object) -> None:
         super().__init__(*args, **named)  # type: ignore[arg-type]  # a World's own
         self.parted, self.cluster_of, self.met = {}, {}, self.cover.fleet
+        self.loans = dict[str, tuple[int, int]]()  # job -> the borrower's name, and the daemon that lends
+        self.borrowers = dict[int, int]()  # lender -> its last borrower, by name
 
     def on_fleet(self, encrypted: list[str]) -> None:
         """Runs that begin from now on let their weights cross a link, if they are among these."""
@@ -69,6 +73,8 @@ class Fleet(World):
         self.on_spawn(name, "harvested", run, intent, node)
 
     def _who(self, worker: SimWorker) -> PeerIdentity:
+        if worker.intent.startswith(LENT_INTENT):
+            return PeerIdentity("worker", _lent_key(worker.name), worker.run, worker.intent)
         return replace(super()._who(worker), cluster=self.cluster_of.get(worker.intent, ""))
 
     def _beyond(self) -> list[SimWorker]:
@@ -138,11 +144,77 @@ class Fleet(World):
             worker.feed(ev.Bounded(leases))
             self._bury(worker)
 
+    # ---- engines that lend slots
+
+    def on_lend(self, name: int, intent: str, run: str, slots: int) -> None:
+        """The daemon has a job's engine lend slots to another run; the borrower will have this name."""
+        job = self.incarnations.get(intent)
+        if job is None or run not in self.campaigns or job[1] == run:
+            return
+        if self.loans.get(intent, (0, -1))[1] == self.daemon.generation:
+            return  # it lends already; what a daemon before this one lent is over
+        self.loans[intent] = name, self.daemon.generation
+        self.met["lent"] += 1
+        self.daemon.handle(SlotsLent(intent, _lent_key(name), run, slots, f"samples of run {run} wait"))
+
+    def on_lend_over(self, intent: str) -> None:
+        """The loan ends: its borrower is to leave, and no worker comes under its key."""
+        if (loan := self.loans.pop(intent, None)) is None:
+            return
+        borrower = self.workers.get(loan[0])
+        if borrower is not None:
+            self.met[f"a loan ends, its borrower {'at work' if borrower.requests else 'idle'}"] += 1
+        self.daemon.handle(IntentRevoked(f"{LENT_INTENT}{intent}", "the lender's samples wait"))
+        self.daemon.handle(SlotsLent(intent, "", "", 0, "the loan is over"))
+
+    def _is_over(self, worker: SimWorker) -> bool:
+        if not worker.intent.startswith(LENT_INTENT):
+            return super()._is_over(worker)
+        loan = self.loans.get(worker.intent.removeprefix(LENT_INTENT))
+        return loan != (worker.name, self.daemon.generation)
+
+    def _lend(self) -> None:
+        """What a process that lends does by itself: a borrower begins, leaves before the next one, and dies with the process."""
+        for name, borrower in list(self.borrowers.items()):
+            lender = self.workers.get(name)
+            if lender is None or lender.left is not None:
+                self.met["a lender ends, its borrower there"] += borrower in self.workers
+                self.on_kill(borrower)
+                del self.borrowers[name]
+            elif borrower in self.workers and (
+                lender.session.leaving
+                or lender.lends is None
+                or lender.lends.public_key != _lent_key(borrower)
+            ):
+                self.workers[borrower].feed(ev.Terminate("the lender takes its slots back"))
+                self._bury(self.workers[borrower])
+        for lender in list(self.workers.values()):
+            order = lender.lends
+            if order is None or not order.public_key or lender.session.leaving:
+                continue
+            name = int(order.public_key.removeprefix(LENT_INTENT))
+            before = self.borrowers.get(lender.name)
+            if before != name and before not in self.workers:
+                me = replace(lender.identity, run=order.run, session=f"s{name}", guest=True)
+                made = SimWorker(name, me, f"{LENT_INTENT}{lender.intent}", self.daemon.now, self.cover.phase)
+                self.workers[name], self.borrowers[lender.name] = made, name
+                made.feed(ev.Bounded(order.slots))
+
+    def _audit(self) -> None:
+        super()._audit()
+        known = {worker.process.session: worker for worker in self.daemon.router.core.workers.values()}
+        for worker in self.workers.values():
+            found = known.get(worker.identity.session)
+            if found is not None and found.status is WorkerStatus.READY:
+                has, due = worker.session.work.lends, found.loan.public_key
+                assert has == due, f"engine {worker.name} knows of loan {has!r}, and was told of {due!r}"
+
     # ---- what must hold
 
     def apply(self, op: Op) -> None:
         """Let one thing happen, after which no guest generates more than its host leaves it."""
         super().apply(op)
+        self._lend()
         for worker in self.workers.values():
             bound = worker.session.work.lease_limit
             assert bound is None or len(worker.requests) <= bound, (
@@ -201,6 +273,10 @@ class Fleet(World):
         super().make_calm(alone)
 
 
+def _lent_key(name: int) -> str:
+    return f"{LENT_INTENT}{name}"
+
+
 def _state_of(sample: Sample) -> tuple[object, ...]:
     return sample.status, sample.epoch, sample.worker_id, sample.accepted, sample.reported, sample.failures
 
@@ -234,6 +310,7 @@ def _chunk(sample: Sample, offset: int) -> Chunk:
 
 #: Odds of an op, by op of the schedule.
 HANDS, REVOKED, BOUND, STRANGER, BEYOND, INVITE, PART = 0.06, 0.15, 0.08, 0.06, 0.05, 0.03, 0.04
+LEND, LEND_OVER, LEND_OVER_AT_WORK = 0.12, 0.02, 0.2  # in schedules in which engines lend at all
 #: How long a link is cut, seconds: engines beyond are suspect after 4 s, and given up after 12 s.
 CUT_S = (1.0, 3.0, 6.0, 10.0, 15.0, 25.0)
 #: While it is cut: seconds in which the others work.
@@ -255,8 +332,9 @@ def opening(begin: list[Op], rng: random.Random) -> list[Op]:
 class Trouble:
     """Draws what befalls a fleet besides. Numbers of its own: what is drawn otherwise is the same with it and without."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, loans: random.Random | None = None) -> None:
+        """`loans`: draws those; None: there are none."""
+        self._rng, self._loans = rng, loans
         self._until = 0.0  # the link is cut until then
 
     def befall(self, world: Fleet) -> None:
@@ -276,6 +354,21 @@ class Trouble:
                 ["other_run", rng.choice(list(world.workers)), rng.randrange(len(SAID)), rng.randrange(8)]
             )
         self._spawn(world, guests)
+        if self._loans is not None:
+            self._lend(world, self._loans)
+
+    def _lend(self, world: Fleet, rng: random.Random) -> None:
+        at_work = [
+            intent
+            for intent, (name, _) in world.loans.items()
+            if name in world.workers and world.workers[name].requests
+        ]
+        if world.loans and rng.random() < (LEND_OVER_AT_WORK if at_work else LEND_OVER):
+            world.apply(["lend_over", rng.choice(at_work or list(world.loans))])
+        if world.incarnations and rng.random() < LEND:
+            name = 500_002 + 10 * len(world.log)
+            intent, run = rng.choice(list(world.incarnations)), rng.choice(sorted(world.campaigns))
+            world.apply(["lend", name, intent, run, rng.randint(1, 2)])
 
     def _link(self, world: Fleet) -> None:
         rng = self._rng

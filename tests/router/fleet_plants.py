@@ -140,6 +140,16 @@ def bound_that_fell_not_heeded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Work, "_yield_beyond", lambda _work, _bound, _now: [])
 
 
+def loan_told_once(patch: pytest.MonkeyPatch) -> None:
+    """An order of a loan that is lost on its way is not repeated: a loan that never begins, or one that never ends."""
+    reconcile = worker_commands.reconcile
+
+    def trusting(core: Core, worker: Any, message: Any) -> None:
+        reconcile(core, worker, msgspec.structs.replace(message, lends=worker.loan.public_key))
+
+    patch.setattr(worker_commands, "reconcile", trusting)
+
+
 FLEET_PLANTS: dict[str, Planted] = {
     planted.plant.__name__: planted
     for planted in (
@@ -152,5 +162,6 @@ FLEET_PLANTS: dict[str, Planted] = {
         Planted(chunk_doubled_by_the_links_return, "tokens were accepted twice"),
         Planted(weights_across_in_the_clear, "was to cross to cluster north in the clear"),
         Planted(bound_that_fell_not_heeded, "beyond its bound", (6,)),
+        Planted(loan_told_once, "knows of loan .*, and was told of"),
     )
 }

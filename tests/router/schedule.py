@@ -54,7 +54,8 @@ def run(
     drafts = random.Random(-seed) if seed % 7 == 5 else None
     fates = random.Random(-seed) if seed % 7 == 4 else None
     hands = random.Random(-seed) if seed % 7 == 3 and not in_fleet else None
-    more = fleet.Trouble(random.Random(-1 - seed)) if in_fleet else None
+    loans = random.Random(-2 - seed) if seed % 3 == 2 else None
+    more = fleet.Trouble(random.Random(-1 - seed), loans) if in_fleet else None
     with cover.watching():
         try:
             begin, trouble = opening(rng), rng.choice((0.04, 0.08, 0.12, 0.2))

@@ -27,6 +27,9 @@ DEMANDED = {
     "bound rises": 1,
     "bound falls to 0, at work": 4,
     "left in mid-sample": 2,
+    "lent": 1,
+    "a loan ends, its borrower at work": 12,
+    "a lender ends, its borrower there": 40,
     **{f"another run's engine: {said}": 8 for said in SAID},
 }
 pytestmark = pytest.mark.timeout(900)
