@@ -150,10 +150,10 @@ def fault_of_text(text: str, *, harvested: bool, allowed: Collection[str] = ()) 
     return fault(options, harvested=harvested, allowed=allowed)
 
 
-def leaves_kv(engine: str) -> bool:
-    """Whether an engine of this name has the KV blocks of a finished request until they are taken (`Request.leaves_kv`). vLLM frees them at
-    once; its prefix cache may have them yet."""
-    return engine == "reference"
+def leaves_kv(engine: str, gpus: int) -> bool:
+    """Whether an engine of this name and so many GPUs has the KV blocks of a finished request until they are taken (`Request.leaves_kv`).
+    Those of vLLM over several GPUs are spread over them."""
+    return engine == "reference" or gpus == 1
 
 
 @functools.lru_cache(maxsize=64)

@@ -159,15 +159,21 @@ def test_an_engine_that_has_the_prefix_in_its_cache_is_sent_nowhere(
     assert 1 in turns.moves.turns
 
 
-def test_an_engine_that_frees_a_finished_turn_s_blocks_at_once_is_not_asked_for_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "gpus", "leaves"), [("vllm", 1, True), ("vllm", 2, False), ("reference", 2, True)]
+)
+def test_an_engine_that_cannot_leave_blocks_is_not_asked_for_them(
+    name: str, gpus: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """vLLM over several GPUs has them spread over these."""
     monkeypatch.setattr(
-        harness, "SPEC", msgspec.structs.replace(harness.SPEC, name="vllm", context_length=4096)
+        harness, "SPEC", msgspec.structs.replace(harness.SPEC, name=name, context_length=4096)
     )
     turns = Turns()
-    assert not turns.ask(PROMPT).leaves_kv
-    assert turns.decisions("keep") == []
+    worker = next(w for w in turns.bench.router.core.workers.values() if w.conn == 11)
+    worker.gpus = gpus
+    assert turns.ask(PROMPT).leaves_kv is leaves
+    assert len(turns.decisions("keep")) == leaves
 
 
 def test_turns_whose_prefill_is_quicker_leave_nothing(turns: Turns) -> None:

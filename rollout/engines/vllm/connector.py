@@ -1,8 +1,13 @@
-"""KV blocks of moved samples inside vLLM: its connector interface loads what the worker verified, and copies out what it is asked for.
+"""KV blocks of moved samples and of finished turns inside vLLM: its connector interface loads what the worker verified, and copies out
+what it is asked for.
 
 Runs in vLLM's own processes: the scheduler's half says how many of a request's first tokens come along, the worker's half copies their
 entries between a memory file of the worker process and vLLM's blocks. A request brings `kv_transfer_params = {"path", "tokens"}`, which our
 engine alone sets. Bytes are layers by name, and of each the tokens' entries, in order.
+
+A request that leaves its blocks has `{"leave_path", "leave_inode"}` there. When it is finished the scheduler's half tells vLLM to hold its
+blocks; the worker's half copies them out within the next pass, and vLLM frees them then. It waits for that before it sleeps, pauses or
+empties its cache.
 
 Loads are asynchronous to vLLM, though each is done within the pass that it goes with. Only for those does its scheduler wait: it is a pass
 ahead otherwise, and a token that was computed from blocks whose load failed would be out before it heard of the failure.
@@ -24,7 +29,9 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.logger import init_logger
 
+from rollout.engines.vllm.leaving import seal
 from rollout.engines.vllm.worker import mapped
+from scavenger.protocol.kv import MOST_NBYTES
 
 _log = init_logger(__name__)
 
@@ -41,10 +48,21 @@ class KvToLoad:
 
 
 @dataclass
+class KvToLeave:
+    """A finished request's whole blocks, and the file for them. `inode`: of that file; its path names another one once it is let go of."""
+
+    request: str
+    path: str
+    inode: int
+    blocks: list[int]
+
+
+@dataclass
 class KvLoads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not looked into
-    """What the next pass loads first."""
+    """What the next pass loads, and what it copies out of requests that are finished."""
 
     requests: list[KvToLoad] = field(default_factory=list)
+    leaving: list[KvToLeave] = field(default_factory=list)
 
 
 class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked into
@@ -58,19 +76,22 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
         self._asked: set[str] = set()  # requests that had their turn to load: resumed, they are computed
         self._done: set[str] = set()  # requests whose load is over, well or not, of which vLLM was not told
         self._unloaded: set[int] = set()  # blocks that could not be loaded, of which vLLM was not told
+        self._leaving: list[KvToLeave] = []
+        self._left: set[str] = set()  # requests whose blocks vLLM may free, of which it was not told
+        self._untaken: dict[tuple[str, int], int] = {}  # path and inode of what was left -> bytes
 
     # ------------------------------------------------------------ in the scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         brought = request.kv_transfer_params
-        if not brought or request.request_id in self._asked:
+        if not brought or "path" not in brought or request.request_id in self._asked:
             return 0, False
         tokens = max(0, int(brought["tokens"]) - num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         brought = request.kv_transfer_params
-        if not brought:
+        if not brought or "path" not in brought:
             return
         # One whose tokens were all cached, too: preempted and resumed, it would read memory that is given back by then.
         self._asked.add(request.request_id)
@@ -83,8 +104,23 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
 
     def build_connector_meta(self, scheduler_output: Any) -> KvLoads:
         loads, self._loads = self._loads, []
+        leaving, self._leaving = self._leaving, []
         self._asked -= set(scheduler_output.finished_req_ids)
-        return KvLoads(loads)
+        return KvLoads(loads, leaving)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM holds the blocks until `get_finished` names the request: of one that leaves them, and that was not aborted."""
+        asked = request.kv_transfer_params or {}
+        if "leave_path" not in asked or str(request.get_finished_reason()) not in ("stop", "length"):
+            return False, None
+        # The last token's entries were not computed, or, in a pass ahead, are of no use.
+        whole = (int(request.num_tokens) - 1) // self._block
+        if request.num_computed_tokens < whole * self._block or len(block_ids) < whole:
+            whole = 0  # vLLM preempted it, and some of its blocks are others' by now
+        blocks = list(block_ids[:whole])
+        path, inode = str(asked["leave_path"]), int(asked["leave_inode"])
+        self._leaving.append(KvToLeave(request.request_id, path, inode, blocks))
+        return True, None
 
     # ------------------------------------------------------------ in the worker
 
@@ -112,15 +148,50 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
 
     def copy_out(self, blocks: list[int], tokens: int, path: str) -> None:
         """Write the entries of the first `tokens` tokens in these blocks, whole ones, to a file of that size."""
-        ids = torch.tensor(blocks[: tokens // self._block])
         with open(path, "r+b", buffering=0) as file:
-            for cache in self._caches:
-                found = cache[ids.to(cache.device)].cpu().contiguous()
-                _write(file.fileno(), memoryview(found.view(torch.uint8).flatten().numpy().tobytes()))
+            self._write_entries(file.fileno(), blocks[: tokens // self._block])
+
+    def _write_entries(self, fd: int, blocks: list[int]) -> None:
+        ids = torch.tensor(blocks)
+        for cache in self._caches:
+            found = cache[ids.to(cache.device)].cpu().contiguous()
+            _write(fd, memoryview(found.view(torch.uint8).flatten().numpy().tobytes()))
+
+    def _leave(self, one: KvToLeave) -> None:
+        """Raises `OSError` or `RuntimeError` where not all is there; the file may be sealed with a part of it."""
+        with open(one.path, "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino != one.inode:
+                raise FileNotFoundError("its engine wants them no more")
+            try:
+                if one.blocks and self._has_room(one):
+                    self._write_entries(file.fileno(), one.blocks)
+            finally:
+                seal(file.fileno())
+
+    def _has_room(self, one: KvToLeave) -> bool:
+        """Whether this beside what nobody has taken is within the bound of what an engine keeps; it counts from then on."""
+        self._untaken = {at: nbytes for at, nbytes in self._untaken.items() if _inode(at[0]) == at[1]}
+        nbytes = len(one.blocks) * self._block_nbytes()
+        if nbytes + sum(self._untaken.values()) > MOST_NBYTES:
+            _log.warning(
+                "the KV blocks of request %s are not left: there is no room for %d bytes", one.request, nbytes
+            )
+            return False
+        self._untaken[one.path, one.inode] = nbytes
+        return True
+
+    def _block_nbytes(self) -> int:
+        return sum(cache[0].numel() * cache.element_size() for cache in self._caches)
 
     def start_load_kv(self, forward_context: Any, **_kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvLoads)
+        for left in metadata.leaving:
+            try:
+                self._leave(left)
+            except (OSError, RuntimeError) as error:
+                _log.info("the KV blocks of request %s are not left: %s", left.request, error)
+            self._left.add(left.request)
         for one in metadata.requests:
             try:
                 self._copy_in(one)
@@ -133,7 +204,7 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
         """Raises `OSError`, `ValueError` or `RuntimeError` where not all is there; some of its blocks may be written then."""
         data, at = mapped(one.path), 0
         first, count = one.first // self._block, one.tokens // self._block
-        due = count * sum(cache[0].numel() * cache.element_size() for cache in self._caches)
+        due = count * self._block_nbytes()
         if len(data) != due or len(one.blocks) != count:
             raise ValueError(f"{len(data)} bytes for {len(one.blocks)} blocks; {due} for {count} are due")
         ids = torch.tensor(one.blocks[first:count])
@@ -146,7 +217,8 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         done, self._done = self._done, set()
-        return None, done or None
+        left, self._left = self._left, set()
+        return left or None, done or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """vLLM computes their tokens (`setup.KV_TRANSFER`)."""
@@ -157,7 +229,7 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
         pass  # all is loaded before the pass begins
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **_kwargs: Any) -> None:
-        pass  # what leaves is asked for, once, when its sample moves
+        pass  # what leaves is copied once, when its sample moves or is finished
 
     def wait_for_save(self) -> None:
         pass
@@ -165,6 +237,14 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
 
 def _layer(cache: Tensor) -> str:
     return f"{cache.shape[1]}x{cache.shape[3]} {cache.dtype}"
+
+
+def _inode(path: str) -> int:
+    """Of the file that a path names now; 0: none."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
 
 
 def _write(fd: int, data: memoryview) -> None:

@@ -33,6 +33,7 @@ from rollout.engines.base import EngineHost, EngineInfo, Kv, Weight, refuse_impo
 from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
+from rollout.engines.vllm.leaving import LeavingKv
 from rollout.engines.vllm.proposer import Heard, group_name, request_name
 from rollout.engines.vllm.setup import MemoryFiles
 from rollout.engines.vllm.worker import Routed
@@ -205,6 +206,7 @@ class VllmEngine:
         )  # of siblings elsewhere, not yet told to vLLM's process
         self._telling: asyncio.Task[None] | None = None
         self._kv_shape = ("", 0, 0)  # of the blocks that move: layout, bytes a token, tokens a block
+        self._leaving = LeavingKv()  # of requests that leave their blocks when they are finished
         self._texts: dict[int, list[int]] = {}  # of requests that run, where their blocks may be asked for
         self._brought: dict[
             int, int
@@ -500,6 +502,10 @@ class VllmEngine:
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
         stream, count, known = self._streams.get(handle), self.kv_tokens(tokens), self._texts.get(handle)
+        if self._leaving.has(handle):
+            return await self._leaving.take(
+                handle, count, count * self.kv_token_nbytes(), self._between_passes
+            )
         if stream is None or known is None or not 0 < count <= len(known):
             return None
         nbytes = count * self.kv_token_nbytes()
@@ -514,6 +520,10 @@ class VllmEngine:
             return Kv(tuple(known[:count]), memoryview(mmap.mmap(fd, nbytes))) if taken else None
         finally:
             os.close(fd)
+
+    async def _between_passes(self) -> None:
+        """Once vLLM's process is between two passes."""
+        await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
         fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
@@ -537,10 +547,13 @@ class VllmEngine:
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
         params = _params(request)
-        if brought is not None:
-            params.extra_args = {"kv_transfer_params": brought}
+        blocks = dict(brought or {})
         if self._kv_shape[2]:
             self._texts[request.handle] = [*request.prompt, *request.accepted]
+            if request.leaves_kv and request.handle not in self._lane_of:
+                blocks |= self._leaving.ask(request.handle)
+        if blocks:
+            params.extra_args = {"kv_transfer_params": blocks}
         self._serial += 1
         drafts = self._spec.speculation != "none"
         name = request_name(self._serial, request.key, request.prompt) if drafts else str(self._serial)
@@ -553,6 +566,7 @@ class VllmEngine:
         for handle in gone & self._streams.keys():
             self._streams.pop(handle).cancel()
             self._lane_of.pop(handle, None)
+        self._leaving.drop(gone)
         self._ready = [delta for delta in self._ready if delta.handle not in gone]
         if not self._ready and self._fault is None:
             self._work.clear()
@@ -605,6 +619,9 @@ class VllmEngine:
             position += len(delta.token_ids)
             if request.handle in self._texts:
                 self._texts[request.handle] += delta.token_ids
+            if delta.error or delta.finish:
+                text = () if delta.error else self._texts.get(request.handle, ())
+                self._leaving.finished(request.handle, text)
             self._made += 1
             self._ready.append(delta)
             self._work.set()
@@ -669,7 +686,7 @@ class VllmEngine:
         the memory any more: closed before, its path would name nothing, or another request's blocks."""
         try:
             with contextlib.suppress(EngineError):  # it died: whoever reads next hears of that
-                await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
+                await self._between_passes()
         finally:
             os.close(fd)
 
@@ -678,6 +695,8 @@ class VllmEngine:
         streams = self._streams_of(lane)
         await self.abort(streams)
         await asyncio.gather(*streams.values(), return_exceptions=True)
+        if lane in (None, OWN):
+            self._leaving.drop_all()  # of the run's own, finished ones among them: no other lane's are left
         if lane is None:
             self._ready.clear()
 
@@ -819,6 +838,7 @@ class VllmEngine:
         self._cores.clear()
         for stream in self._streams.values():
             stream.cancel()
+        self._leaving.drop_all()
         if self._telling is not None:
             self._telling.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)

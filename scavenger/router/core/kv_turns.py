@@ -54,7 +54,7 @@ def leaves(core: Core, sample: Sample, worker: Worker) -> bool:
         turn is None
         or not run.engine.move_kv
         or worker.bounded
-        or not engine_options.leaves_kv(run.engine.name)
+        or not engine_options.leaves_kv(run.engine.name, worker.gpus)
     ):
         return False
     tokens = turn.prompt_tokens + max(sample.accepted, round(run.turns.speeds.completion))
