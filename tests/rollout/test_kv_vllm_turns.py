@@ -31,6 +31,8 @@ from scavenger.protocol.worker.events import (
 
 pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
+import torch  # noqa: E402  after the check that it is there
+
 from rollout.engines.vllm.leaving import LeavingKv, seal  # noqa: E402  needs torch
 from tests.rollout import test_kv_vllm as moved  # noqa: E402  needs torch
 from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402  needs torch
@@ -40,6 +42,7 @@ from tests.rollout.test_kv import first, rest  # noqa: E402  needs torch
 PROMPT = tuple(1 + place * 7 % 27 for place in range(70))
 TOKENS = 27
 LEFT = len(PROMPT) + TOKENS - 1  # tokens with entries: three blocks of 32
+BEHIND = 20  # tokens of the turn behind
 TOOL = (9, 2, 6, 5, 3, 5)
 ROOT = b"r" * 32
 
@@ -47,8 +50,9 @@ ROOT = b"r" * 32
 def turn(handle: int, begins: int, said: tuple[int, ...] = ()) -> Request:
     """The first turn of an episode, by its first token; `said`: the second."""
     prompt = (begins, *PROMPT[1:], *said, *(TOOL if said else ()))
-    how = Sampling(TOKENS, 0.0)
-    return Request(handle, prompt, (), TOKENS, how, 7, SampleKey("turn", 0, 1, 0), leaves_kv=not said)
+    most = BEHIND if said else TOKENS
+    how = Sampling(most, 0.0)
+    return Request(handle, prompt, (), most, how, 7, SampleKey("turn", 0, 1, 0), leaves_kv=not said)
 
 
 class Side:
@@ -105,7 +109,7 @@ class Side:
         return await rest(self.engine, request, found), loaded
 
 
-@kinds.VLLM_ONLY
+@kinds.VLLM_ONLY_LONG
 def test_the_next_turn_says_the_same_though_the_engine_of_the_last_left_during_the_tool_call(
     kind: Any,
 ) -> None:
@@ -148,7 +152,7 @@ def test_the_next_turn_says_the_same_though_the_engine_of_the_last_left_during_t
         assert len(latest) == TOKENS
 
         # Nothing is left of turns that nobody takes: neither memory here nor blocks there, for which a load would wait.
-        (held,) = {id(engine._moves._leaving): engine._moves._leaving for engine in (one,)}.values()
+        held = one._moves._leaving
         await finish(one, turn(9, 9), turn(10, 10))
         assert len(held._files) == 2
         await one.abort([9])
@@ -289,14 +293,8 @@ def passed(mover: Any) -> None:
 def mover(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = moved.connector(monkeypatch)
     for number, cache in enumerate(found._caches):
-        cache += (torch_arange(8) + 10 * number)[:, None, None, None]
+        cache += (torch.arange(8.0) + 10 * number)[:, None, None, None]
     return found
-
-
-def torch_arange(count: int) -> Any:
-    import torch
-
-    return torch.arange(count, dtype=torch.float32)
 
 
 def taken(leaving: LeavingKv, handle: int = 1, tokens: int = 8) -> Any:
