@@ -21,6 +21,7 @@ class PlainView:
     harvest: bool = True
     max_engines: int = 64
     max_batch: int = 64
+    next_samples: Sequence[SampleView] = ()
 
     @property
     def waits(self) -> int:

@@ -66,3 +66,16 @@ def test_what_was_seen_before_an_order_is_no_answer_to_it() -> None:
     assert session.react(seen, 7.0) == ()
     assert session.state.sleep_ack is None, "it is the older order's"
     assert session.observe_memory(FREE) == [seen], "said anew, it counts"
+
+
+def test_that_a_window_is_held_is_told_once_and_not_of_a_step_that_heeds_none() -> None:
+    fleet = Fleet(1, 1, 0, 4, 0, window="open", window_reason="on")
+    session = StepSession(plan(4, 4), fleet, None, reserved_awake=True, now=0.0)
+    held = Fleet(1, 1, 0, 4, 0, window="open", window_reason="for the next step", hold=True)
+    (said,) = session.observe(held, None)
+    assert said == ts.WindowDecided(ts.SeedWindowState.OPEN, "for the next step", hold=True)
+    session.react(said, 1.0)
+    assert session.observe(held, None) == []
+    assert session.observe(fleet, None) == [ts.WindowDecided(ts.SeedWindowState.OPEN, "on")]
+    deaf = StepSession(plan(4, 4), held, None, reserved_awake=True, now=0.0, heeds_window=False)
+    assert (deaf.state.hold, deaf.observe(fleet, None)) == (False, [])

@@ -93,6 +93,7 @@ class StepView(PolicyView, frozen=True):
     `delivered`: groups that its trainer was sent. `reserved_awake`: what the trainer last asked for, since `window_since`.
     `decided`: what the policy last said of the window: "open", "close" or "" (nothing). With steps in advance it is the step that the
     trainer works at; `ahead`: samples of later steps that are not done; `before`: of the step, those that were done when it began.
+    `max_off_policy_steps`: how many steps are generated in advance at most.
     """
 
     step: int = 0
@@ -108,6 +109,7 @@ class StepView(PolicyView, frozen=True):
     decided: str = ""
     ahead: int = 0
     before: int = 0
+    max_off_policy_steps: int = 0
 
 
 class RunView(Protocol):
@@ -121,7 +123,11 @@ class RunView(Protocol):
 
     @property
     def samples(self) -> Sequence[SampleView]:
-        """All samples that no step has consumed yet, the done ones included."""
+        """All samples that no step has consumed yet, the done ones included. With steps in advance: of what the trainer works at."""
+
+    @property
+    def next_samples(self) -> Sequence[SampleView]:
+        """Of the step after it, where steps are generated in advance; the done ones included."""
 
     @property
     def queued(self) -> Sequence[SampleView]:
@@ -342,6 +348,7 @@ class SampleMove:
 class WindowDecision:
     """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s).
 
+    `hold`: those that generate go on although every sample of the step has come, for the next step; not where `close` is.
     `inputs`: what it was reckoned with, for the record.
     """
 
@@ -349,6 +356,7 @@ class WindowDecision:
     reason: str
     again_at: float = math.inf
     inputs: Mapping[str, float] = field(default_factory=dict)
+    hold: bool = False
 
 
 class RouterPolicy(Protocol):

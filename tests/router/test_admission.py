@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from scavenger.policy import admission
-from scavenger.policy.admission import AdmissionView, Pace
+from scavenger.policy.admission import AdmissionView, NextStep, Pace
 from scavenger.policy.forecast.speed import SpeedCurve
 
 #: 10 ms a decode step, and 0.1 ms more for each sample.
@@ -100,3 +100,40 @@ def test_the_window_is_asked_about_again_before_its_answer_may_change() -> None:
     near = window(awake=True, rest_s=5.0, ready_s=0.0, left=3)
     assert admission.AGAIN_LEAST_S <= near.again_s < far.again_s <= admission.AGAIN_MOST_S
     assert math.isfinite(far.inputs["rest_s"])
+
+
+def following(*, left: int = 40, elsewhere: int = 0, rest_s: float = 60.0, held: bool = False) -> NextStep:
+    return NextStep(left=left, elsewhere=elsewhere, rest_s=rest_s, train_s=30.0, held=held)
+
+
+def test_reserved_engines_generate_on_where_the_trainer_would_soon_wait_for_the_next_step() -> None:
+    done = functools.partial(window, awake=True, rest_s=0.0, ready_s=30.0, left=0)
+    found = done(following=following())
+    assert (found.close, found.hold) == (False, True)
+    assert "40 samples of the next step are 60.0 s from done" in found.reason
+    assert found.inputs["next_rest_s"] == 60.0
+    assert done(following=following(rest_s=31.0)).close, "its rest is done while this one is trained"
+    assert done(following=None).close
+
+
+def test_once_they_go_on_they_do_so_until_harvested_engines_have_the_rest() -> None:
+    done = functools.partial(window, awake=True, rest_s=0.0, ready_s=30.0, left=0)
+    assert done(following=following(rest_s=20.0, elsewhere=5)).close, "for these alone it is not begun"
+    found = done(following=following(rest_s=20.0, elsewhere=5, held=True))
+    assert (found.hold, found.again_s) == (True, admission.AGAIN_LEAST_S)
+    assert done(following=following(rest_s=20.0, held=True)).close
+
+
+@pytest.mark.parametrize(
+    ("ahead", "harvested", "reserved", "may"),
+    [(4, 2, 8, True), (16, 7, 8, True), (3, 2, 8, False), (4, 8, 8, False), (4, 0, 8, False)],
+)
+def test_the_next_step_is_waited_for_where_reserved_engines_are_most_of_the_run(
+    ahead: int, harvested: int, reserved: int, may: bool
+) -> None:
+    assert admission.may_hold(ahead, harvested, reserved) is may
+
+
+def test_engines_that_sleep_are_not_woken_for_the_next_step() -> None:
+    found = window(awake=False, rest_s=0.0, ready_s=30.0, left=0, following=following())
+    assert (found.close, found.hold) == (True, False)

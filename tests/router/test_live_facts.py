@@ -143,3 +143,22 @@ def test_with_steps_in_advance_the_interval_of_a_prefill_measures_no_engine() ->
     assert [(fact.batch, fact.tokens, fact.seconds) for fact in measured] == [(2, 6, 2.0)], (
         "not the first three"
     )
+
+
+def test_a_policy_sees_the_next_step_s_samples_apart_from_those_of_the_step_under_way() -> None:
+    seen = []
+    for ahead in (4, 0):
+        policy, views = ScriptedPolicy(), []
+        policy.window = lambda view, now, views=views: views.append(view)  # type: ignore[method-assign, misc]
+        bench = Bench()
+        bench.router.core.new_policy = lambda _run, policy=policy: policy  # type: ignore[misc]
+        bench.open(ahead=ahead)
+        bench.publish()
+        for step in range(1, 1 + min(3, 1 + ahead)):
+            bench.submit(step=step, groups=specs(step, 1))
+        bench.join(11)
+        view = views[-1]
+        seen.append(
+            (view.step.step, len(view.samples), len(view.next_samples), view.step.max_off_policy_steps)
+        )
+    assert seen == [(1, 1, 2, 4), (1, 1, 0, 0)]

@@ -207,6 +207,27 @@ def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(
     ]
 
 
+def test_a_window_that_is_held_is_told_to_the_trainer_and_recorded_as_such(
+    bench: Bench, policy: ScriptedPolicy
+) -> None:
+    bench.attach()
+    bench.take(1, Fleet)
+    policy.decision = WindowDecision(False, "they generate", again_at=bench.now + 3.0)
+    bench.call(SetReserved(False))
+    policy.decision = WindowDecision(False, "for the next step", again_at=bench.now + 3.0, hold=True)
+    bench.tick(3.1)
+    told = [(m.window, m.hold, m.window_reason) for m in bench.take(1, Fleet) if m.window]
+    assert told == [("open", False, "they generate"), ("open", True, "for the next step")]
+    policy.decision = WindowDecision(True, "it is there", again_at=bench.now + 30.0, hold=True)
+    bench.tick(3.1)
+    assert {(m.window, m.hold) for m in bench.take(1, Fleet)} == {("close", False)}
+    assert [(d.action, d.code) for d in decisions(bench, "window")] == [
+        ("open", "opened"),
+        ("open", "held"),
+        ("close", "closed"),
+    ]
+
+
 def test_chunks_ask_nobody_for_moves_or_the_window(
     bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:

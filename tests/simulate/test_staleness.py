@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from scavenger.policy import admission
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies import SIMULATED_POLICIES
@@ -84,3 +85,19 @@ def test_what_is_late_is_trained_in_the_next_step_and_all_lengths_are_those_that
     assert [step.samples for step in out.steps[2:]] == [each] * 4
     assert first.wait_s < waited.steps[0].wait_s
     assert sum(step.tokens for step in out.steps) == sum(asked) == sum(step.tokens for step in waited.steps)
+
+
+def test_with_steps_in_advance_several_are_trained_without_a_change_of_the_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where reserved engines are most of the run: what each change costs, seconds and prefill, is paid for several steps at once."""
+    scenario = replace(small(3, 14), max_off_policy_steps=4, kv="keep", max_engines=2)
+    out = simulate(scenario, SIMULATED_POLICIES["ours"])
+    monkeypatch.setattr(admission, "HOLD_FROM", 99)
+    each = simulate(scenario, SIMULATED_POLICIES["ours"])
+    assert [step.tokens for step in out.steps] == [step.tokens for step in each.steps]
+    assert max(step.age_most for step in out.steps) <= 4
+    toggled, before = (sum(step.toggle_s for step in one.steps) for one in (out, each))
+    assert toggled < 0.7 * before
+    assert out.prefilled < 0.8 * each.prefilled
+    assert out.seconds < each.seconds

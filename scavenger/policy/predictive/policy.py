@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from scavenger.policy import admission, migration
 from scavenger.policy import seed_window as windows
-from scavenger.policy.admission import Pace
+from scavenger.policy.admission import NextStep, Pace
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.forecast.lengths import Belief
 from scavenger.policy.interface import (
@@ -220,7 +220,8 @@ class Predictive:
         if step.purpose != "train" or not step.samples or not any(w.kind == "reserved" for w in view.workers):
             return None
         unscored = step.delivered - policy_forecast.scored(step.delivered) if step.ahead else 0
-        if step.finished >= step.samples and not unscored:
+        done = step.finished >= step.samples and not unscored
+        if done and not (step.ahead and step.reserved_awake):
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
         if step.ahead:
@@ -264,6 +265,7 @@ class Predictive:
         whole, tokens_whole = picture.delivered_tokens
         with_rewards = tokens_whole * (1 - min(whole, unscored) / max(1, whole))
         ready_s = train_s * max(0.0, with_rewards - self._policy_forecast.trained)
+        following = self._following(view, picture, pace, now) if view.step.reserved_awake else None
         found = admission.window(
             awake=view.step.reserved_awake,
             rest_s=rest_s,
@@ -272,9 +274,38 @@ class Predictive:
             wake_s=forecast.wake_s,
             left=len(running),
             unscored=unscored,
+            following=following,
         )
-        return WindowDecision(
-            found.close, f"step {view.step.step}: {found.reason}", now + found.again_s, found.inputs
+        why = f"step {view.step.step}: {found.reason}"
+        return WindowDecision(found.close, why, now + found.again_s, found.inputs, found.hold)
+
+    def _following(self, view: RunView, picture: Picture, pace: Pace, now: float) -> NextStep | None:
+        """The next step, where it may be waited for (`admission.may_hold`). Without reserved engines its samples run on the harvested ones,
+        after what is left of this step, and as many at a time as the fullest of these has."""
+        serving = {worker.id: worker for worker in picture.harvested if worker.serves}
+        harvested_gpus, reserved_gpus = (
+            sum(worker.gpus for worker in some) for some in (serving.values(), picture.reserved)
+        )
+        if not admission.may_hold(view.step.max_off_policy_steps, harvested_gpus, reserved_gpus):
+            return None
+        batch = max(1, *(worker.leases + worker.ahead for worker in serving.values()))
+        following = self._policy_forecast.next_picture(view, now)
+        tokens = following.imputed
+        if not len(tokens):
+            return None
+        together = float(tokens.sum() + picture.imputed.sum())
+        passes = max(float(tokens.max()), together / (batch * len(serving)))
+        rest_s = passes * pace.curve.step_s(batch, batch * pace.context) + self._policy_forecast.reward_s
+        forecast = self.forecast
+        trained_s = self._policy_forecast.trained * self._policy_forecast.train_s(picture)
+        return NextStep(
+            left=len(tokens),
+            elsewhere=sum(
+                one.worker_id not in serving for g in following.groups.values() for one in g.running
+            ),
+            rest_s=rest_s,
+            train_s=max(0.0, pace.busy_s - forecast.sleep_s - forecast.wake_s - trained_s),
+            held=self._decision is not None and self._decision.hold,
         )
 
     # ---------------------------------------------------------------- placement, moves, engines

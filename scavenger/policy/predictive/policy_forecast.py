@@ -19,6 +19,13 @@ PAUSE_S, PAUSE_SHARE = 3.0, 1 / 40
 PAUSE_LEAST_S = 0.25
 
 
+class _NextView:
+    """The part of a `RunView` that a picture needs, with the next step's samples."""
+
+    def __init__(self, view: RunView) -> None:
+        self.step, self.workers, self.samples = view.step, view.workers, view.next_samples
+
+
 class PolicyForecast:
     """One run's. `plan`: what the window was decided by, None while no policy decides it. `trained`: tokens of the step that are trained.
 
@@ -77,6 +84,10 @@ class PolicyForecast:
             done = self._trained + (now - self._trained_at) / max(self.train_s(picture), 1e-12)
             self._trained, self._trained_at = min(picture.delivered_tokens[1], done), now
         return picture
+
+    def next_picture(self, view: RunView, now: float) -> Picture:
+        """The same moment, of the step after the one under way."""
+        return Picture(_NextView(view), self.forecast, now, self._beliefs)
 
     def fresh_picture(self, view: RunView, now: float) -> Picture:
         """Leases may have ended since the last one was made, at this very moment."""

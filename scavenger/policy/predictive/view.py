@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from scavenger.policy.forecast.lengths import Belief, GroupLengths, LengthTable,
 from scavenger.policy.forecast.service import Outstanding, Samples
 from scavenger.policy.forecast.speed import SpeedCurve
 from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation
-from scavenger.policy.interface import RunView, SampleView, WorkerView
+from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.predictive.learned import Forecast
 
 LOADING = ("loading", "away")
@@ -58,11 +58,24 @@ class _Unfinished(NamedTuple):
 _UNKNOWN = Belief()
 
 
+class Pictured(Protocol):
+    """What a picture is made of."""
+
+    @property
+    def step(self) -> StepView: ...
+
+    @property
+    def workers(self) -> Sequence[WorkerView]: ...
+
+    @property
+    def samples(self) -> Sequence[SampleView]: ...
+
+
 class Picture:
     """Everything is in order of ids."""
 
     def __init__(
-        self, view: RunView, forecast: Forecast, now: float, beliefs: dict[int, tuple[object, Belief]]
+        self, view: Pictured, forecast: Forecast, now: float, beliefs: dict[int, tuple[object, Belief]]
     ) -> None:
         self.now = now
         self.step = view.step

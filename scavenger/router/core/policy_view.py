@@ -77,6 +77,7 @@ class LiveView:
             window_since=run.reserved.awake_since,
             decided=run.decisions.window,
             before=run.progress.finished_before,
+            max_off_policy_steps=run.settings.max_off_policy_steps,
             ahead=self._ahead(step) if run.settings.max_off_policy_steps else 0,
         )
 
@@ -96,6 +97,24 @@ class LiveView:
                     for sample in group.samples
                     if sample.status is not ended
                 ]
+        return found
+
+    @cached_property
+    def next_samples(self) -> Sequence[SampleView]:
+        run = self._run
+        if not run.settings.max_off_policy_steps:
+            return ()
+        wanted = self.step.step + 1
+        groups = [
+            g for g in run.by_key.values() if g.purpose == "train" and g.step == wanted and not g.orphaned
+        ]
+        found: list[SampleView] = []
+        for group in sorted(groups, key=lambda group: group.id):
+            found += [
+                sample.cached_view or sample_view(sample)
+                for sample in group.samples
+                if sample.status is not SampleStatus.ENDED
+            ]
         return found
 
     @cached_property
