@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks.baselines import no_wait
 from benchmarks.baselines.asynchronous import AReaL, Counts, PrimeRL, Queued, Rule, Verl
 from benchmarks.baselines.asynchronous_run import Life, Played, best, lives_of, play, splits, synchronous
+from benchmarks.baselines.registry import running_context
 from benchmarks.baselines.seer import Seer
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.decode import Stretch
@@ -242,3 +244,36 @@ def test_seer_s_drafts_come_from_all_siblings_that_are_done() -> None:
         seconds += engine.prefill_many_s([(prompt, 0)]) + Stretch(curve, 1, prompt).seconds(LENGTH)
     found = seer(drafted, 10**6, ALWAYS)
     assert found.steps[0].end_s == pytest.approx(seconds + train_s(drafted), rel=1e-6)
+
+
+def test_the_bound_in_which_no_gpu_waits_in_closed_form() -> None:
+    """With r reserved engines alone a step of S tokens takes S / (r g) + t; with harvested ones at least t."""
+    context = running_context(EQUAL)
+    rate = no_wait.full_rate(EQUAL.reserved, EQUAL.max_batch, context)
+    tokens, train = 1e6, 30.0
+    alone = no_wait.Had(1000.0, 0.0, tokens, train)
+    step_s = tokens / (EQUAL.reserved_engines * rate) + train
+    assert no_wait.tokens_per_s(EQUAL, alone) == pytest.approx(tokens / step_s)
+    many = replace(alone, harvested_s=1e9)
+    assert no_wait.tokens_per_s(EQUAL, many) == pytest.approx(tokens / train)
+    one = replace(alone, harvested_s=1000.0)
+    found = no_wait.tokens_per_s(EQUAL, one)
+    each = no_wait.full_rate(EQUAL.harvested, EQUAL.max_batch, context)
+    step_s = tokens / found
+    assert each * step_s + EQUAL.reserved_engines * rate * (step_s - train) == pytest.approx(tokens)
+    assert (
+        no_wait.harvested_s([Life(0.0, 50.0), Life(20.0, math.inf), Life(90.0, 95.0)], 10.0, 80.0)
+        == 40.0 + 60.0
+    )
+
+
+def test_an_asynchronous_trainer_comes_near_the_bound_and_not_above_it() -> None:
+    """One reserved GPU trains and engines come from elsewhere: its split is the bound's, but for prompts, loads and the tail."""
+    scenario = replace(EQUAL, reserved_engines=1, prompts=64, horizon_s=4000.0)
+    lives = [Life(0.0, math.inf)] * 2
+    one = best(scenario, PrimeRL(4 * scenario.prompts * scenario.samples), lives, 800.0)
+    steps = [step for step in one.steps if step.end_s >= 800.0]
+    seconds = steps[-1].end_s - steps[0].end_s
+    had = no_wait.Had(seconds, 2 * seconds, steps[0].tokens, train_s(scenario))
+    share = one.tokens_per_s(800.0) / no_wait.tokens_per_s(scenario, had)
+    assert 0.6 < share <= 1.02
