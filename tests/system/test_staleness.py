@@ -73,3 +73,31 @@ def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
             f"each step was asked for as many groups: {trained}, of which {later} were late"
         )
         assert on_late == "later" or not any(later)
+
+
+def test_steps_are_trained_one_after_the_other_where_reserved_engines_are_most_of_a_run(
+    tmp_path: Path, small_model: Path
+) -> None:
+    """Two reserved engines and one harvested one: they generate on for the next step, and the run ends as any other."""
+    options = SiteOptions(
+        "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=1
+    )
+    with DemoSite(options) as site:
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": 10, "deterministic": False},
+            engine={"max_batch": 4, "pace": 3.0},
+            reserved={"workers": 2},
+            algorithm={"max_off_policy_steps": 4, "kv": "keep"},
+        )
+        play.finish(site, play.submit(site, run))
+        codes = dict(
+            play.ask(site, "SELECT code, count(*) FROM decisions WHERE policy = 'window' GROUP BY code")
+        )
+        assert codes.get("held", 0) > 0, codes
+        ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
+        assert {step for step, _ in ages} == set(range(1, 11))
+        assert {age for _, age in ages} <= set(range(5))
+        ends = dict(play.ask(site, "SELECT state, count(*) FROM samples GROUP BY state"))
+        assert not ends.keys() & {"superseded", "surplus", "poisoned"}, ends
