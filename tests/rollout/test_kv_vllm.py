@@ -208,8 +208,13 @@ def test_a_request_s_blocks_stay_where_they_are_until_vllm_has_dropped_it() -> N
     asyncio.run(main())
 
 
-def test_blocks_that_a_wipe_zeroed_are_not_given_out() -> None:
-    """After a request met NaN; the others are computed again, and vLLM's worker learns of that with their next pass."""
+@pytest.mark.parametrize(
+    "wipe",
+    [lambda engine: engine._cleanse("2"), lambda engine: engine.drop(1)],
+    ids=["a request met NaN", "a loan ended"],
+)
+def test_blocks_that_a_wipe_zeroed_are_not_given_out(wipe: Any) -> None:
+    """The requests that run are computed again, and vLLM's worker learns of that with their next pass."""
 
     class Running(Llm):
         async def generate(self, *_args: object, **_how: object) -> AsyncIterator[Any]:
@@ -224,7 +229,7 @@ def test_blocks_that_a_wipe_zeroed_are_not_given_out() -> None:
         engine._usable, engine._kv_shape = True, ("layout", 4, 32)
         await engine.add(asked(1))
         assert await engine.take_kv(1, 64) is not None
-        await engine._cleanse("1")
+        await wipe(engine)
         assert await engine.take_kv(1, 64) is None
         await engine.abort([1])
 

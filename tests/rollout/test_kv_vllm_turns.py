@@ -259,7 +259,7 @@ def test_a_turn_whose_tokens_were_wiped_leaves_nothing() -> None:
         engine._usable, engine._kv_shape = True, ("layout", 4, 32)
         await engine.add(turn(1, 1))
         assert len(engine._leaving._files) == 1
-        await engine._cleanse("1")
+        await engine._cleanse("2")
         Running.goes_on.set()
         assert (await engine.next())[0].finish == "stop"
         assert await engine.take_kv(1, 64) is None

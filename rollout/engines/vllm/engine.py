@@ -371,7 +371,9 @@ class VllmEngine:
         await self._call(self._llm.pause_generation(mode="abort", clear_cache=not self._spec.keep_cache))
 
     async def _resume_with_clean_cache(self) -> None:
-        """Zero the cache, forget its prefixes, let requests run."""
+        """Zero the cache, forget its prefixes, let requests run. What runs is computed again, in other blocks: those of before, which are
+        zeroed, are given out no more."""
+        self._texts.clear()
         await self._call(self._llm.collective_rpc("scavenger_wipe", CALL_S))
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
         await self._call(self._llm.resume_generation())
@@ -383,7 +385,6 @@ class VllmEngine:
         async with self._weights_lock:
             if name not in self._met_nan:
                 return
-            self._texts.clear()  # their blocks are zeroed, and computed again elsewhere: they are given out no more
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
             ended, self._met_nan = sorted(self._met_nan), set()
             await self._call(self._llm.abort(ended))
@@ -608,6 +609,7 @@ class VllmEngine:
             if (fd := self._brought.pop(request.handle, None)) is not None:
                 os.close(fd)  # they are in vLLM's cache, or were computed: it opens them once
             if delta.error is not None:
+                self._texts.pop(request.handle, None)  # nor until then: another engine would meet NaN too
                 try:
                     await asyncio.shield(self._cleanse(name))
                 except asyncio.CancelledError:
