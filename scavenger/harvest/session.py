@@ -196,6 +196,7 @@ class HarvestSession:
         self._without: dict[int, float] = {}  # since when runs have wanted engines and had none
         self._divided: dict[int, int] = {}  # engines by run, as last recorded
         self._loans: dict[str, Loan] = {}  # of slots, by the intent of the engine's job
+        self._dropped: dict[str, Loan] = {}  # that were over since the last view
         self._barred: dict[tuple[str, int], float] = {}  # (its intent, run): until when nothing is lent again
         self._paused: dict[tuple[int, int], LoanPause] = {}  # by lender's and borrower's run
 
@@ -224,9 +225,11 @@ class HarvestSession:
         self.tracker.condemned(condemned, now)
         found = self.tracker.observe(view, now)
         beside = self.environments.observe(view, now)
+        borrowers = self._borrowers_gone(found.gone, now)
+        self._forget_dropped()
         return replace(
             found,
-            gone=(*found.gone, *self._borrowers_gone(found.gone, now)),
+            gone=(*found.gone, *borrowers),
             records=(*found.records, *(one for one in beside.records if _of_environments(one))),
             # Each of the two has intents that the other does not know.
             orphaned_jobs=tuple(sorted({*found.orphaned_jobs} & {*beside.orphaned_jobs})),
@@ -494,19 +497,26 @@ class HarvestSession:
         for intent_id, loan in sorted(self._loans.items()):
             gone = intent_id not in self.tracker.intents
             if gone or (loan.ended_at and now - loan.ended_at >= LEAVES_S):
-                del self._loans[intent_id]
-                if not gone:
-                    self.tracker.intents[intent_id].lent_to = ""
+                self._dropped[intent_id] = self._loans.pop(intent_id)
                 yield DropKey(lent(intent_id))
                 yield Report([], [SlotsLent(intent_id, "", "", 0, "the loan is over")])
         self._barred = {key: until for key, until in self._barred.items() if until > now}
         # What is held against two runs is forgotten when they had time for a loan that is not short.
         self._paused = {pair: one for pair, one in self._paused.items() if now < one.until + BARRED_S}
 
+    def _forget_dropped(self) -> None:
+        """Loans that were dropped before this view: an engine that died meanwhile has been seen, and its borrower's samples may have killed
+        it. One that dies later did not die of them."""
+        for intent_id in self._dropped:
+            if intent_id not in self._loans and intent_id in self.tracker.intents:
+                self.tracker.intents[intent_id].lent_to = ""
+        self._dropped.clear()
+
     def _borrowers_gone(self, gone: Sequence[JobGone], now: float) -> list[JobGone]:
         """An engine's process that ended took its borrower along."""
         for one in gone:
-            if one.crashed and (loan := self._loans.get(one.intent_id)) is not None:
+            loan = self._loans.get(one.intent_id) or self._dropped.get(one.intent_id)
+            if one.crashed and loan is not None:
                 # Its samples may have killed the engine, for which no node is blamed: so the two runs wait.
                 before = self._paused.get(loan.runs)
                 self._paused[loan.runs] = LoanPause(1 + (before.short if before else 0), now + BARRED_S)

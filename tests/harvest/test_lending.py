@@ -283,6 +283,10 @@ def test_at_its_end_the_borrower_is_asked_to_leave_first_and_its_key_goes_once_i
     dropped = list(one._drop_loans(one._loans[A].ended_at + LEAVES_S))
     assert dropped[0] == DropKey(lent(A))
     assert events(dropped) == [SlotsLent(A, "", "", 0, "the loan is over")]
+    assert one.tracker.intents[A].lent_to == "run2", "what became of its engine meanwhile the next view shows"
+    one.observe(
+        view(40.0, [ours(A, 1, JobState.RUNNING, nodes=("node1",), start_time=1.0)]), {}, (), (), 40.0
+    )
     assert one.tracker.intents[A].lent_to == ""
     assert not one._loans
 
@@ -339,14 +343,19 @@ def test_a_loan_to_a_run_that_is_not_open_any_more_ends_and_is_dropped_without_a
 def test_an_engine_that_dies_while_it_lends_has_neither_its_node_nor_its_run_blamed_and_its_runs_wait() -> (
     None
 ):
-    """A borrower's sample may have killed it; three such deaths would quarantine the node for the lender too."""
-    for lends in (True, False):
+    """A borrower's sample may have killed it; three such deaths would quarantine the node for the lender too. Polls are a minute apart: the
+    loan may be over when its engine's death shows."""
+    for lends, over in ((True, False), (True, True), (False, False)):
         one = lender()
         if lends:
             perform(one, BEGIN)
         running = ours(A, 1, JobState.RUNNING, nodes=("node1",), start_time=1.0)
         one.observe(view(13.0, [running]), {}, (), (), 13.0)
         assert one.tracker.intents[A].lent_to == ("run2" if lends else "")
+        if over:
+            perform(one, END)
+            list(one.settle_loans({1, 2}, one._loans[A].ended_at + LEAVES_S))
+            assert not one._loans
         failed = ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=1.0, end_time=14.0)
         found = one.observe(view(15.0, [failed]), {}, (), (), 15.0)
         health = one.tracker.health
