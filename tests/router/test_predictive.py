@@ -235,6 +235,19 @@ def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() ->
     assert late is not again
 
 
+def test_a_step_that_is_done_is_trained_where_nothing_is_forecast_of_the_next_one() -> None:
+    policy = Predictive("r")
+    step = StepView(
+        step=1, samples=8, groups=2, finished=8, ahead=24, reserved_awake=True, max_off_policy_steps=4
+    )
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    view = PlainView(step=step, workers=[worker(1, "reserved", 4), worker(2, leases=4)])
+    assert policy.pace(view) is None
+    found = policy.window(view, 0.0)
+    assert found is not None
+    assert (found.close, found.reason) == (True, "all 8 samples of step 1 are done")
+
+
 def test_a_window_is_nobodys_without_reserved_engines_and_closed_when_all_is_done() -> None:
     done = PlainView(step=StepView(step=1, samples=4, finished=4, groups=1), workers=[worker(1, "reserved")])
     decision = Predictive("r").window(done, 0.0)

@@ -221,7 +221,7 @@ class Predictive:
             return None
         unscored = step.delivered - policy_forecast.scored(step.delivered) if step.ahead else 0
         done = step.finished >= step.samples and not unscored
-        if done and not (step.ahead and step.reserved_awake):
+        if done and not (step.ahead and step.reserved_awake and self.pace(view) is not None):
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
         if step.ahead:
