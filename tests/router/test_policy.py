@@ -223,7 +223,7 @@ def test_a_window_that_is_held_is_told_to_the_trainer_and_recorded_as_such(
     assert {(m.window, m.hold) for m in bench.take(1, Fleet)} == {("close", False)}
     assert [(d.action, d.code) for d in decisions(bench, "window")] == [
         ("open", "opened"),
-        ("open", "held"),
+        ("open", "kept_open"),
         ("close", "closed"),
     ]
 

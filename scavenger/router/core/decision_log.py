@@ -50,7 +50,7 @@ class PolicyCode(StrEnum):
     OPENED = "opened"
     CLOSED = "closed"
     ALL_DONE = "all_done"  # closed, since nothing is left to generate
-    HELD = "held"  # open still, though every sample of the step may have come: for the next step
+    KEPT_OPEN = "kept_open"  # though every sample of the step may have come: for the next step
     UNDECIDED = "undecided"  # the trainer's own rule decides
     FLEET = "fleet"
     CACHED = "cached"  # a turn goes to the engine that has its prefix
@@ -137,7 +137,7 @@ def _of_moves(run: ActiveRun, moves: Sequence[SampleMove]) -> dict[str, Any]:
 def window(core: Core, run: ActiveRun, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
     said = run.decisions.window
-    opened = PolicyCode.HELD if run.decisions.hold else PolicyCode.OPENED
+    opened = PolicyCode.KEPT_OPEN if run.decisions.hold else PolicyCode.OPENED
     code = {"open": opened, "close": PolicyCode.ALL_DONE if all_done else PolicyCode.CLOSED}.get(
         said, PolicyCode.UNDECIDED
     )
