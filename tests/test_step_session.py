@@ -71,11 +71,11 @@ def test_what_was_seen_before_an_order_is_no_answer_to_it() -> None:
 def test_that_a_window_is_held_is_told_once_and_not_of_a_step_that_heeds_none() -> None:
     fleet = Fleet(1, 1, 0, 4, 0, window="open", window_reason="on")
     session = StepSession(plan(4, 4), fleet, None, reserved_awake=True, now=0.0)
-    held = Fleet(1, 1, 0, 4, 0, window="open", window_reason="for the next step", hold=True)
+    held = Fleet(1, 1, 0, 4, 0, window="open", window_reason="for the next step", keep_open=True)
     (said,) = session.observe(held, None)
-    assert said == ts.WindowDecided(ts.SeedWindowState.OPEN, "for the next step", hold=True)
+    assert said == ts.WindowDecided(ts.SeedWindowState.OPEN, "for the next step", keep_open=True)
     session.react(said, 1.0)
     assert session.observe(held, None) == []
     assert session.observe(fleet, None) == [ts.WindowDecided(ts.SeedWindowState.OPEN, "on")]
     deaf = StepSession(plan(4, 4), held, None, reserved_awake=True, now=0.0, heeds_window=False)
-    assert (deaf.state.hold, deaf.observe(fleet, None)) == (False, [])
+    assert (deaf.state.keep_open, deaf.observe(fleet, None)) == (False, [])

@@ -67,20 +67,20 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Whether reserved engines shall sleep, and why. `again_s`: ask again after so many seconds. `hold`: they go on although every sample
-    of the step has come."""
+    """Whether reserved engines shall sleep, and why. `again_s`: ask again after so many seconds. `keep_open`: they go on although every
+    sample of the step has come."""
 
     close: bool
     reason: str
     again_s: float
     inputs: Mapping[str, float] = field(default_factory=dict)
-    hold: bool = False
+    keep_open: bool = False
 
 
 #: From so many steps in advance reserved engines may generate on for the next step. They do so for about as long as its longest completion
 #: takes, with the same weights, and then some k steps are trained without a change. With fewer steps engines run out of samples that these
 #: weights may generate: simulated, k = 2 and 3 lost up to a fifth.
-HOLD_FROM = 4
+KEEP_OPEN_FROM = 4
 #: Ask again after this share of the time in which the answer may change, but within these.
 AGAIN_SHARE, AGAIN_LEAST_S, AGAIN_MOST_S = 0.5, 2.0, 30.0
 
@@ -89,27 +89,27 @@ AGAIN_SHARE, AGAIN_LEAST_S, AGAIN_MOST_S = 0.5, 2.0, 30.0
 class NextStep:
     """The step after the one under way. `left`: of its samples, those that are not done; `elsewhere`: of these, those that no harvested
     engine has. `rest_s`: until the last of them can be trained, if reserved engines generate no more. `train_s`: what the trainer has to do
-    until it comes to this step. `held`: for it reserved engines go on already."""
+    until it comes to this step. `kept_open`: for it reserved engines go on already."""
 
     left: int
     elsewhere: int
     rest_s: float
     train_s: float
-    held: bool
+    kept_open: bool
 
     def late_s(self, sleep_s: float) -> float:
         """How long the trainer would wait for it if it began to train now. Once reserved engines go on they do so until harvested engines
         have all that is left: what they would give back is prefilled again, and waits for slots."""
-        if self.held and self.elsewhere:
+        if self.kept_open and self.elsewhere:
             return math.inf
         return self.rest_s - sleep_s - self.train_s
 
 
-def may_hold(ahead: int, harvested_gpus: int, reserved_gpus: int) -> bool:
+def may_keep_open(ahead: int, harvested_gpus: int, reserved_gpus: int) -> bool:
     """Whether reserved engines may generate on for the next step, with `ahead` steps in advance. Only where they have more GPUs than the
     harvested engines that generate: else those make most of the next step while this one is trained, and training later gains nothing
     (simulated, four cells with k = 4: 15 % where they are four and two times as many, 5 and -1 % where they are as many)."""
-    return ahead >= HOLD_FROM and 0 < harvested_gpus < reserved_gpus
+    return ahead >= KEEP_OPEN_FROM and 0 < harvested_gpus < reserved_gpus
 
 
 def window(
@@ -139,7 +139,7 @@ def window(
         "unscored": float(unscored),
     }
     if awake and following is not None and (late_s := following.late_s(sleep_s)) > 0:
-        return _hold(following, late_s, inputs)
+        return _keep_open(following, late_s, inputs)
     need = ready_s + sleep_s + (0.0 if awake else wake_s + sleep_s)
     again = min(AGAIN_MOST_S, max(AGAIN_LEAST_S, AGAIN_SHARE * abs(rest_s - need)))
     what = f"{left} samples of the step are"
@@ -153,7 +153,7 @@ def window(
     return Window(False, f"{figures}: its GPUs generate for later steps meanwhile", again, inputs)
 
 
-def _hold(following: NextStep, late_s: float, inputs: Mapping[str, float]) -> Window:
+def _keep_open(following: NextStep, late_s: float, inputs: Mapping[str, float]) -> Window:
     why = (
         f"{following.left} samples of the next step are {following.rest_s:.1f} s from done without reserved engines, and "
         f"{following.elsewhere} of them are on no harvested engine; training this step takes {following.train_s:.1f} s: "
@@ -168,7 +168,7 @@ def _hold(following: NextStep, late_s: float, inputs: Mapping[str, float]) -> Wi
     again = (
         AGAIN_LEAST_S if late_s == math.inf else min(AGAIN_MOST_S, max(AGAIN_LEAST_S, AGAIN_SHARE * late_s))
     )
-    return Window(False, why, again, {**inputs, **more}, hold=True)
+    return Window(False, why, again, {**inputs, **more}, keep_open=True)
 
 
 def generated_s(view: AdmissionView, pace: Pace, batch: int) -> float:

@@ -348,7 +348,7 @@ class SampleMove:
 class WindowDecision:
     """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s).
 
-    `hold`: those that generate go on although every sample of the step has come, for the next step; not where `close` is.
+    `keep_open`: those that generate go on although every sample of the step has come, for the next step; not where `close` is.
     `inputs`: what it was reckoned with, for the record.
     """
 
@@ -356,7 +356,7 @@ class WindowDecision:
     reason: str
     again_at: float = math.inf
     inputs: Mapping[str, float] = field(default_factory=dict)
-    hold: bool = False
+    keep_open: bool = False
 
 
 class RouterPolicy(Protocol):

@@ -43,15 +43,15 @@ class StepSession:
             now=now,
             decided=self._window(fleet),
             window_reason=fleet.window_reason,
-            hold=self._hold(fleet),
+            keep_open=self._keep_open(fleet),
             sleep_ack=acknowledged if isinstance(acknowledged, train_step.ReservedAsleep) else None,
         )
 
     def _window(self, fleet: Fleet) -> train_step.SeedWindowState:
         return WINDOW[fleet.window] if self._heeds_window else train_step.SeedWindowState.UNDECIDED
 
-    def _hold(self, fleet: Fleet) -> bool:
-        return self._heeds_window and fleet.window == "open" and fleet.hold
+    def _keep_open(self, fleet: Fleet) -> bool:
+        return self._heeds_window and fleet.window == "open" and fleet.keep_open
 
     def observe(self, fleet: Fleet, memory: ReservedObservation | None) -> list[train_step.Event]:
         """What was said last, where that is news. `memory`: of the reserved engines; None where there is nothing to say of it."""
@@ -59,8 +59,8 @@ class StepSession:
         if fleet.harvested != self.state.harvested:
             reserved = fleet.reserved_awake + fleet.reserved_asleep
             events.append(train_step.FleetChanged(fleet.harvested, reserved))
-        said = train_step.WindowDecided(self._window(fleet), fleet.window_reason, self._hold(fleet))
-        if (said.window, said.hold) != (self.state.decided, self.state.hold):
+        said = train_step.WindowDecided(self._window(fleet), fleet.window_reason, self._keep_open(fleet))
+        if (said.window, said.keep_open) != (self.state.decided, self.state.keep_open):
             events.append(said)
         return [*events, *self.observe_memory(memory)]
 

@@ -17,8 +17,9 @@ Whether reserved engines generate may be decided from outside (`WindowDecided`: 
 share of samples `StepPlan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
 `wake_after_s`. A step inherits the last decision, so 'open' also counts in SLEEP and TRAIN.
 
-With steps in advance a decision to stay open may be held (`WindowDecided.hold`): reserved engines that generate go on although every sample
-has come, until the next step's are there as well, and both are trained without a change of the GPUs between them. It wakes no engine.
+With steps in advance a decision may keep the window open (`WindowDecided.keep_open`): reserved engines that generate go on although
+every sample has come, until the next step's are there as well, and both are trained without a change of the GPUs between them. It wakes
+no engine.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` says what fires (the first rule of
 the current phase whose condition holds), `_apply` what that changes; `react` repeats both until none does.
@@ -102,12 +103,12 @@ class FleetChanged:
 @dataclass(frozen=True, slots=True)
 class WindowDecided:
     """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: the daemon no longer decides.
-    `hold`, beside OPEN: those that generate go on although every sample of the step has come, for the next step.
+    `keep_open`, beside OPEN: those that generate go on although every sample of the step has come, for the next step.
     """
 
     window: SeedWindowState
     reason: str
-    hold: bool = False
+    keep_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class StepState:
     """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
 
     `passed_groups`: those that were trained, or have nothing to train before FINISH.
-    `decided`: what was decided of the window; `hold`: for the next step, too; `window_reason`: why. `sleep_ack`: what reserved engines
+    `decided`: what was decided of the window; `keep_open`: for the next step, too; `window_reason`: why. `sleep_ack`: what reserved engines
     acknowledged, None = not all have; `holding`: who has not; `sleep_asked_at`: since when they are to sleep, or were last ended;
     `end_attempts`: how often they were.
     """
@@ -230,7 +231,7 @@ class StepState:
     gone_at: float | None = None
     back_at: float | None = None
     decided: SeedWindowState = SeedWindowState.UNDECIDED
-    hold: bool = False
+    keep_open: bool = False
     window_reason: str = ""
     sleep_ack: ReservedAsleep | None = None
     holding: tuple[str, ...] = ()
@@ -250,10 +251,10 @@ class StepState:
         )
 
     @property
-    def held(self) -> bool:
+    def kept_open(self) -> bool:
         """Whether reserved engines that are awake go on for the next step, though this one has every sample. It wakes none."""
-        open_on = self.decided is SeedWindowState.OPEN and self.hold
-        return self.plan.ahead and self.reserved_awake and open_on
+        decided = self.decided is SeedWindowState.OPEN and self.keep_open
+        return self.plan.ahead and self.reserved_awake and decided
 
     @property
     def waits_for_samples(self) -> bool:
@@ -276,7 +277,7 @@ def begin(
     now: float,
     decided: SeedWindowState = SeedWindowState.UNDECIDED,
     window_reason: str = "",
-    hold: bool = False,
+    keep_open: bool = False,
     sleep_ack: ReservedAsleep | None = None,
 ) -> tuple[StepState, tuple[Action, ...]]:
     """The step's first state and actions: reserved engines generate unless the window is closed from the start.
@@ -291,7 +292,7 @@ def begin(
         gone_at=None if here else now,
         back_at=now if here else None,
         decided=decided,
-        hold=hold,
+        keep_open=keep_open,
         window_reason=window_reason,
         sleep_ack=None if reserved_awake else sleep_ack,
         sleep_asked_at=now,
@@ -320,7 +321,7 @@ def _window_says_close(state: StepState) -> str | None:
 
 def _seed_over(state: StepState, now: float) -> str | None:
     plan = state.plan
-    if not (state.awaited or state.held):
+    if not (state.awaited or state.kept_open):
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
@@ -380,7 +381,7 @@ def _decided_open(state: StepState, now: float) -> str | None:
 
 
 def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
-    if not (state.awaited or state.held):
+    if not (state.awaited or state.kept_open):
         return "every sample has come"
     if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
@@ -548,8 +549,8 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
             state = replace(state, plan=plan)
         case FleetChanged():
             state = _observe_fleet(state, event, now)
-        case WindowDecided(window, reason, hold):
-            state = replace(state, decided=window, window_reason=reason, hold=hold)
+        case WindowDecided(window, reason, keep_open):
+            state = replace(state, decided=window, window_reason=reason, keep_open=keep_open)
         case ReservedAsleep() | ReservedHolds():
             state = note_memory(state, event, now)
         case Trained(groups):

@@ -102,14 +102,16 @@ def test_the_window_is_asked_about_again_before_its_answer_may_change() -> None:
     assert math.isfinite(far.inputs["rest_s"])
 
 
-def following(*, left: int = 40, elsewhere: int = 0, rest_s: float = 60.0, held: bool = False) -> NextStep:
-    return NextStep(left=left, elsewhere=elsewhere, rest_s=rest_s, train_s=30.0, held=held)
+def following(
+    *, left: int = 40, elsewhere: int = 0, rest_s: float = 60.0, kept_open: bool = False
+) -> NextStep:
+    return NextStep(left=left, elsewhere=elsewhere, rest_s=rest_s, train_s=30.0, kept_open=kept_open)
 
 
 def test_reserved_engines_generate_on_where_the_trainer_would_soon_wait_for_the_next_step() -> None:
     done = functools.partial(window, awake=True, rest_s=0.0, ready_s=30.0, left=0)
     found = done(following=following())
-    assert (found.close, found.hold) == (False, True)
+    assert (found.close, found.keep_open) == (False, True)
     assert "40 samples of the next step are 60.0 s from done" in found.reason
     assert found.inputs["next_rest_s"] == 60.0
     assert done(following=following(rest_s=31.0)).close, "its rest is done while this one is trained"
@@ -119,9 +121,9 @@ def test_reserved_engines_generate_on_where_the_trainer_would_soon_wait_for_the_
 def test_once_they_go_on_they_do_so_until_harvested_engines_have_the_rest() -> None:
     done = functools.partial(window, awake=True, rest_s=0.0, ready_s=30.0, left=0)
     assert done(following=following(rest_s=20.0, elsewhere=5)).close, "for these alone it is not begun"
-    found = done(following=following(rest_s=20.0, elsewhere=5, held=True))
-    assert (found.hold, found.again_s) == (True, admission.AGAIN_LEAST_S)
-    assert done(following=following(rest_s=20.0, held=True)).close
+    found = done(following=following(rest_s=20.0, elsewhere=5, kept_open=True))
+    assert (found.keep_open, found.again_s) == (True, admission.AGAIN_LEAST_S)
+    assert done(following=following(rest_s=20.0, kept_open=True)).close
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ def test_once_they_go_on_they_do_so_until_harvested_engines_have_the_rest() -> N
 def test_the_next_step_is_waited_for_where_reserved_engines_are_most_of_the_run(
     ahead: int, harvested: int, reserved: int, may: bool
 ) -> None:
-    assert admission.may_hold(ahead, harvested, reserved) is may
+    assert admission.may_keep_open(ahead, harvested, reserved) is may
 
 
 def test_engines_that_sleep_are_not_woken_for_the_next_step() -> None:
     found = window(awake=False, rest_s=0.0, ready_s=30.0, left=0, following=following())
-    assert (found.close, found.hold) == (True, False)
+    assert (found.close, found.keep_open) == (True, False)

@@ -207,20 +207,20 @@ def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(
     ]
 
 
-def test_a_window_that_is_held_is_told_to_the_trainer_and_recorded_as_such(
+def test_a_window_that_is_kept_open_is_told_to_the_trainer_and_recorded_as_such(
     bench: Bench, policy: ScriptedPolicy
 ) -> None:
     bench.attach()
     bench.take(1, Fleet)
     policy.decision = WindowDecision(False, "they generate", again_at=bench.now + 3.0)
     bench.call(SetReserved(False))
-    policy.decision = WindowDecision(False, "for the next step", again_at=bench.now + 3.0, hold=True)
+    policy.decision = WindowDecision(False, "for the next step", again_at=bench.now + 3.0, keep_open=True)
     bench.tick(3.1)
-    told = [(m.window, m.hold, m.window_reason) for m in bench.take(1, Fleet) if m.window]
+    told = [(m.window, m.keep_open, m.window_reason) for m in bench.take(1, Fleet) if m.window]
     assert told == [("open", False, "they generate"), ("open", True, "for the next step")]
-    policy.decision = WindowDecision(True, "it is there", again_at=bench.now + 30.0, hold=True)
+    policy.decision = WindowDecision(True, "it is there", again_at=bench.now + 30.0, keep_open=True)
     bench.tick(3.1)
-    assert {(m.window, m.hold) for m in bench.take(1, Fleet)} == {("close", False)}
+    assert {(m.window, m.keep_open) for m in bench.take(1, Fleet)} == {("close", False)}
     assert [(d.action, d.code) for d in decisions(bench, "window")] == [
         ("open", "opened"),
         ("open", "kept_open"),

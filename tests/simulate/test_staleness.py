@@ -93,7 +93,7 @@ def test_with_steps_in_advance_several_are_trained_without_a_change_of_the_gpus(
     """Where reserved engines are most of the run: what each change costs, seconds and prefill, is paid for several steps at once."""
     scenario = replace(small(3, 14), max_off_policy_steps=4, kv="keep", max_engines=2)
     out = simulate(scenario, SIMULATED_POLICIES["ours"])
-    monkeypatch.setattr(admission, "HOLD_FROM", 99)
+    monkeypatch.setattr(admission, "KEEP_OPEN_FROM", 99)
     each = simulate(scenario, SIMULATED_POLICIES["ours"])
     assert [step.tokens for step in out.steps] == [step.tokens for step in each.steps]
     assert max(step.age_most for step in out.steps) <= 4

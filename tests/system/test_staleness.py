@@ -95,7 +95,7 @@ def test_steps_are_trained_one_after_the_other_where_reserved_engines_are_most_o
         codes = dict(
             play.ask(site, "SELECT code, count(*) FROM decisions WHERE policy = 'window' GROUP BY code")
         )
-        assert codes.get("held", 0) > 0, codes
+        assert codes.get("kept_open", 0) > 0, codes
         ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
         assert {step for step, _ in ages} == set(range(1, 11))
         assert {age for _, age in ages} <= set(range(5))

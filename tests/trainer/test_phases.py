@@ -266,7 +266,7 @@ def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_bef
 
 def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> None:
     """`awake`: an engine has its memory, which it gives back some time after it was told to, or when it is ended."""
-    ended = held = 0
+    ended = kept_open = 0
     for seed in range(300):
         draw = random.Random(seed)
         holds = draw.random() < 0.5  # sometimes it is decided that they go on for the next step
@@ -282,7 +282,7 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
         step, actions = begin(plan, harvested=draw.randint(0, 2), reserved_awake=awake, now=now)
         for at in range(400):
             trained = 0
-            held += step.held and step.outstanding == 0
+            kept_open += step.kept_open and step.outstanding == 0
             for action in actions:
                 match action:
                     case SleepReserved():
@@ -306,7 +306,7 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
                 event = ReservedHolds(("0",)) if awake else ReservedAsleep(1, 0)
             elif not trained and holds and draw.random() < 0.2:
                 window = SeedWindowState.OPEN if waiting or at < 100 else SeedWindowState.UNDECIDED
-                event = WindowDecided(window, "drawn", hold=draw.random() < 0.5)
+                event = WindowDecided(window, "drawn", keep_open=draw.random() < 0.5)
             elif not trained and draw.random() < 0.5:
                 event = FleetChanged(draw.randint(0, 2), 1)
             elif not trained and waiting and (awake or step.harvested or not plan.reserved):
@@ -315,7 +315,7 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
             step, actions = react(step, event, now)
         assert step.phase is StepPhase.FINISH, f"seed {seed}: {step}"
     assert ended > 10, "hardly any engine was late: the schedules prove nothing of that"
-    assert held > 10, "hardly any window was held: the schedules prove nothing of that"
+    assert kept_open > 10, "hardly any window was kept open: the schedules prove nothing of that"
 
 
 def test_every_phase_but_the_last_has_a_rule() -> None:
@@ -365,41 +365,41 @@ def test_when_nobody_decides_any_more_the_share_does() -> None:
 
 
 AHEAD = replace(PLAN, ahead=True)
-HOLD, OPEN, CLOSE = (
-    WindowDecided(SeedWindowState.OPEN, "the next step is nearly there", hold=True),
+KEEP_OPEN, OPEN, CLOSE = (
+    WindowDecided(SeedWindowState.OPEN, "the next step is nearly there", keep_open=True),
     WindowDecided(SeedWindowState.OPEN, "decided otherwise"),
     WindowDecided(SeedWindowState.CLOSED, "the next step is there"),
 )
 
 
 @pytest.mark.parametrize("end", [OPEN, CLOSE])
-def test_a_window_that_is_held_stays_open_though_every_sample_has_come_and_then_the_step_is_trained(
+def test_a_window_is_kept_open_though_every_sample_has_come_and_then_the_step_is_trained(
     end: WindowDecided,
 ) -> None:
     step, _ = begin(AHEAD, harvested=2, reserved_awake=True, now=0.0)
-    step, done = play(step, (HOLD, 1.0), (GroupsCompleted(4, 16), 2.0), (StepTick(), 50.0))
+    step, done = play(step, (KEEP_OPEN, 1.0), (GroupsCompleted(4, 16), 2.0), (StepTick(), 50.0))
     assert (step.phase, done) == (StepPhase.SEED, [])
     step, done = play(step, (end, 51.0))
     assert done == ["SleepReserved", "TrainReady"]
 
 
-def test_a_window_that_is_held_wakes_no_engine() -> None:
+def test_a_window_that_is_kept_open_wakes_no_engine() -> None:
     """What comes too late, after they were told to sleep, would cost two changes more."""
     step, _ = begin(AHEAD, harvested=2, reserved_awake=True, now=0.0)
-    step, done = play(step, (GroupsCompleted(4, 16), 1.0), (HOLD, 2.0))
+    step, done = play(step, (GroupsCompleted(4, 16), 1.0), (KEEP_OPEN, 2.0))
     assert (step.phase, set(done)) == (StepPhase.TRAIN, {"SleepReserved", "TrainReady"})
     step, actions = begin(AHEAD, harvested=2, reserved_awake=False, now=0.0, sleep_ack=ASLEEP)
     assert kinds(actions) == ["WakeReserved"], "for the step's own samples"
     asleep = replace(step, reserved_awake=False, sleep_ack=ASLEEP)
-    assert "WakeReserved" not in play(asleep, (GroupsCompleted(4, 16), 1.0), (HOLD, 2.0))[1]
+    assert "WakeReserved" not in play(asleep, (GroupsCompleted(4, 16), 1.0), (KEEP_OPEN, 2.0))[1]
 
 
-def test_nothing_is_held_without_steps_in_advance_or_where_harvested_engines_woke_them() -> None:
+def test_no_window_is_kept_open_without_steps_in_advance_or_where_harvested_engines_woke_them() -> None:
     step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
-    assert play(step, (HOLD, 1.0), (GroupsCompleted(4, 16), 2.0))[1] == ["SleepReserved", "TrainReady"]
+    assert play(step, (KEEP_OPEN, 1.0), (GroupsCompleted(4, 16), 2.0))[1] == ["SleepReserved", "TrainReady"]
     step, _ = begin(AHEAD, harvested=1, reserved_awake=True, now=0.0)
     step, done = play(step, (CLOSE, 1.0), (FleetChanged(0, 1), 2.0), (StepTick(), 7.0))
     assert step.phase is StepPhase.WAKE
-    step, done = play(step, (HOLD, 8.0), (GroupsCompleted(4, 16), 9.0))
-    assert (step.phase, done) == (StepPhase.WAKE, []), "held there, too"
+    step, done = play(step, (KEEP_OPEN, 8.0), (GroupsCompleted(4, 16), 9.0))
+    assert (step.phase, done) == (StepPhase.WAKE, []), "kept open there, too"
     assert play(step, (CLOSE, 10.0))[1] == ["SleepReserved", "TrainReady"], "every sample has come"

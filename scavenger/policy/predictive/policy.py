@@ -277,16 +277,16 @@ class Predictive:
             following=following,
         )
         why = f"step {view.step.step}: {found.reason}"
-        return WindowDecision(found.close, why, now + found.again_s, found.inputs, found.hold)
+        return WindowDecision(found.close, why, now + found.again_s, found.inputs, found.keep_open)
 
     def _following(self, view: RunView, picture: Picture, pace: Pace, now: float) -> NextStep | None:
-        """The next step, where it may be waited for (`admission.may_hold`). Without reserved engines its samples run on the harvested ones,
-        after what is left of this step, and as many at a time as the fullest of these has."""
+        """The next step, where it may be waited for (`admission.may_keep_open`). Without reserved engines its samples run on the harvested
+        ones, after what is left of this step, and as many at a time as the fullest of these has."""
         serving = {worker.id: worker for worker in picture.harvested if worker.serves}
         harvested_gpus, reserved_gpus = (
             sum(worker.gpus for worker in some) for some in (serving.values(), picture.reserved)
         )
-        if not admission.may_hold(view.step.max_off_policy_steps, harvested_gpus, reserved_gpus):
+        if not admission.may_keep_open(view.step.max_off_policy_steps, harvested_gpus, reserved_gpus):
             return None
         batch = max(1, *(worker.leases + worker.ahead for worker in serving.values()))
         following = self._policy_forecast.next_picture(view, now)
@@ -305,7 +305,7 @@ class Predictive:
             ),
             rest_s=rest_s,
             train_s=max(0.0, pace.busy_s - forecast.sleep_s - forecast.wake_s - trained_s),
-            held=self._decision is not None and self._decision.hold,
+            kept_open=self._decision is not None and self._decision.keep_open,
         )
 
     # ---------------------------------------------------------------- placement, moves, engines

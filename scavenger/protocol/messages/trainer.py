@@ -518,7 +518,7 @@ class Fleet(Message, frozen=True):
     """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete.
 
     `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
-    `hold`: they go on although every sample of the step has come, for the next step; only beside "open".
+    `keep_open`: they go on although every sample of the step has come, for the next step; only beside "open".
     `order`: the last `SetReserved.order` that this answers. `asleep`: names (`reserved_name`) of the reserved workers that
     acknowledged their order to sleep, with `bytes_held` bytes in all; `holding`: of all others, of which some may be
     silent, or lost without a word. `drafted`, `accepted`, `verifications`: totals of the run's engines since the daemon began, as in a
@@ -539,7 +539,7 @@ class Fleet(Message, frozen=True):
     drafted: Total = 0
     accepted: Total = 0
     verifications: Total = 0
-    hold: bool = False
+    keep_open: bool = False
 
 
 class RunStopped(Message, frozen=True):

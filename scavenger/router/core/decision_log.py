@@ -137,7 +137,7 @@ def _of_moves(run: ActiveRun, moves: Sequence[SampleMove]) -> dict[str, Any]:
 def window(core: Core, run: ActiveRun, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
     said = run.decisions.window
-    opened = PolicyCode.KEPT_OPEN if run.decisions.hold else PolicyCode.OPENED
+    opened = PolicyCode.KEPT_OPEN if run.decisions.keep_open else PolicyCode.OPENED
     code = {"open": opened, "close": PolicyCode.ALL_DONE if all_done else PolicyCode.CLOSED}.get(
         said, PolicyCode.UNDECIDED
     )

@@ -287,13 +287,13 @@ class Router:
         sent = (
             None
             if last is None
-            else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window, last.hold)
+            else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window, last.keep_open)
         )
         memory = worker_counts.memory_counted(run)
         known = (
             None if last is None else ReservedMemory(last.order, last.asleep, last.holding, last.bytes_held)
         )
-        moved = sent != (*run.cached.sizes, run.decisions.window, run.decisions.hold) or known != memory
+        moved = sent != (*run.cached.sizes, run.decisions.window, run.decisions.keep_open) or known != memory
         if not moved and not timed:
             return
         fleet = worker_counts.fleet_of(run)

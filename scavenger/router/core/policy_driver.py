@@ -355,10 +355,10 @@ def window(core: Core, run: ActiveRun, *, timed: bool) -> None:
     answer = run.policy.window(view, core.now)
     run.decisions.ask_window_at = math.inf if answer is None else answer.again_at
     said = "" if answer is None else "close" if answer.close else "open"
-    hold = answer is not None and answer.hold and not answer.close
-    if (said, hold) != (run.decisions.window, run.decisions.hold):
+    keep_open = answer is not None and answer.keep_open and not answer.close
+    if (said, keep_open) != (run.decisions.window, run.decisions.keep_open):
         run.decisions.window, run.decisions.window_reason = said, "" if answer is None else answer.reason
-        run.decisions.hold = hold
+        run.decisions.keep_open = keep_open
         decision_log.window(
             core, run, view.step.finished >= view.step.samples, {} if answer is None else answer.inputs
         )

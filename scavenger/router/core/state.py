@@ -765,7 +765,7 @@ class PolicyDecisions:
 
     window: str = ""  # "open" | "close" | "" = the trainer's own rule decides
     window_reason: str = ""
-    hold: bool = False  # beside "open": they generate on although every sample of the step has come
+    keep_open: bool = False  # beside "open": they generate on although every sample of the step has come
     ask_window_at: float = 0.0
     rebalanced_at: float = 0.0
     engines: int | None = None  # number of harvested engines, as written last

@@ -104,5 +104,5 @@ def fleet_of(run: ActiveRun) -> Fleet:
         run.speculated.drafted,
         run.speculated.accepted,
         run.speculated.verifications,
-        run.decisions.hold,
+        run.decisions.keep_open,
     )
