@@ -33,7 +33,7 @@ pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
 import torch  # noqa: E402  after the check that it is there
 
-from rollout.engines.vllm.leaving import LeavingKv, seal  # noqa: E402  needs torch
+from rollout.engines.vllm.leaving import MOST_ANSWERS, LeavingKv, seal  # noqa: E402  needs torch
 from tests.rollout import test_kv_vllm as moved  # noqa: E402  needs torch
 from tests.rollout.test_asleep import Llm, engine_of  # noqa: E402  needs torch
 from tests.rollout.test_engine_contract import finish  # noqa: E402  needs torch
@@ -218,6 +218,29 @@ def test_what_is_not_just_that_is_not_taken_and_freed(tokens: int, nbytes: int) 
             seal(file.fileno())
         assert await leaving.take(1, tokens, nbytes, never) is None
         assert not leaving.has(1)
+        assert not Path(told["leave_path"]).exists()
+
+    asyncio.run(main())
+
+
+def test_what_vllm_never_seals_is_not_waited_for_without_end() -> None:
+    """It could not open the file; other orders to the engine wait behind the take."""
+
+    async def main() -> None:
+        leaving = LeavingKv()
+        told = leaving.ask(1)
+        leaving.finished(1, [7])
+        with open(told["leave_path"], "r+b", buffering=0) as file:
+            file.write(b"ab")  # as long as what is due, and perhaps not all of it written yet
+        answers = 0
+
+        async def answer() -> None:
+            nonlocal answers
+            answers += 1
+            assert answers <= MOST_ANSWERS
+
+        assert await leaving.take(1, 1, 2, answer) is None
+        assert answers == MOST_ANSWERS
         assert not Path(told["leave_path"]).exists()
 
     asyncio.run(main())

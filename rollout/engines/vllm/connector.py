@@ -169,7 +169,7 @@ class KvMover(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not looked i
                 seal(file.fileno())
 
     def _has_room(self, one: KvToLeave) -> bool:
-        """Whether this beside what nobody has taken is within the bound of what an engine keeps; it counts from then on."""
+        """Whether this beside what was not taken is within the bound of what an engine keeps; it counts from then on."""
         self._untaken = {at: nbytes for at, nbytes in self._untaken.items() if _inode(at[0]) == at[1]}
         nbytes = len(one.blocks) * self._block_nbytes()
         if nbytes + sum(self._untaken.values()) > MOST_NBYTES:

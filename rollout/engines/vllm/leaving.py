@@ -20,6 +20,10 @@ from typing import Any
 
 from rollout.engines.base import Kv
 
+#: `take` waits for so many answers at most. Where vLLM's process could not open the file it seals none, and the worker's next order to its
+#: engine waits behind the take.
+MOST_ANSWERS = 200
+
 
 @dataclass(slots=True)
 class _Left:
@@ -55,14 +59,15 @@ class LeavingKv:
     ) -> Kv | None:
         """Of a finished request's first tokens, `nbytes` in all; None where it left others. `answer` calls vLLM's process, which answers
         between two passes: the one that copies is the next, or the next but one."""
-        found = self._files[handle]
-        while tokens and not _is_sealed(found.fd):
+        found, answers = self._files[handle], 0
+        while tokens and answers < MOST_ANSWERS and not _is_sealed(found.fd):
             await answer()
+            answers += 1
             if self._files.get(handle) is not found:
                 return None  # dropped meanwhile
         del self._files[handle]
         try:
-            if not tokens or os.fstat(found.fd).st_size != nbytes:
+            if not tokens or not _is_sealed(found.fd) or os.fstat(found.fd).st_size != nbytes:
                 return None
             return Kv(found.text[:tokens], memoryview(mmap.mmap(found.fd, nbytes)))
         finally:
