@@ -229,7 +229,7 @@ class KvMover:
     """The KV blocks of one worker's engine: those that it gives out, and those that its requests bring along. One event loop.
 
     `loaded` says, in the order of the engine's commands, which weights it has; blocks of others are let go of. `report` gets what came of
-    each request's blocks, and of each turn's; `taken` how many samples' are left that nobody took.
+    each request's blocks, and of each turn's; `taken` how many another worker is to take yet.
     """
 
     def __init__(
