@@ -11,6 +11,7 @@ import pytest
 
 from scavenger.policy import interface as seam
 from scavenger.policy import seed_window as windows
+from scavenger.policy.admission import Pace
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard, StepView, WorkerView
 from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.placement import MANY_LOST
@@ -233,6 +234,39 @@ def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() ->
     assert "0 harvested" in again.reason
     late = policy.window(alone, again.again_at)
     assert late is not again
+
+
+def test_a_window_is_kept_open_for_the_next_step_until_harvested_engines_have_what_is_left_of_it() -> None:
+    policy, busy_s = Predictive("r"), 0.0
+    curve = policy.forecast.curve("harvested", 1)
+    policy.pace = lambda _view: Pace(1e6, 1_000.0, 500.0, curve, busy_s)  # type: ignore[method-assign]
+    workers = [worker(1, "reserved", 4), worker(2, "reserved", 4), worker(3, leases=4)]
+    step = StepView(
+        step=1, samples=8, groups=2, finished=8, ahead=8, reserved_awake=True, max_off_policy_steps=4
+    )
+
+    def window(now: float, on: int, awake: bool = True, k: int = 4) -> seam.WindowDecision:
+        """Where the next step's samples, 1 to 8, are on engine `on`."""
+        following = [sample(i, i // 4, worker_id=on, cap=60_000) for i in range(8)]
+        at = msgspec.structs.replace(step, reserved_awake=awake, max_off_policy_steps=k)
+        policy.observe(seam.WindowMoved(awake), now)  # it is decided anew
+        found = policy.window(PlainView(step=at, workers=workers, next_samples=following), now)
+        assert found is not None
+        return found
+
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    busy_s = 1e6
+    assert window(10.0, on=1).close, "they are done before this step is trained"
+    busy_s = 0.0
+    for how in ({"k": 3}, {"awake": False}):
+        found = window(40.0 + len(how), on=1, **how)  # type: ignore[arg-type]
+        assert (found.close, found.keep_open) == (True, False)
+    found = window(70.0, on=1)
+    assert (found.close, found.keep_open) == (False, True)
+    assert "8 of them are on no harvested engine" in found.reason
+    busy_s = 1e6
+    assert window(100.0, on=1).keep_open, "what they would give back is prefilled again"
+    assert window(130.0, on=3).close
 
 
 def test_a_step_that_is_done_is_trained_where_nothing_is_forecast_of_the_next_one() -> None:
