@@ -239,7 +239,7 @@ def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() ->
 def test_a_window_is_kept_open_for_the_next_step_until_harvested_engines_have_what_is_left_of_it() -> None:
     policy, busy_s = Predictive("r"), 0.0
     curve = policy.forecast.curve("harvested", 1)
-    policy.pace = lambda _view: Pace(1e6, 1_000.0, 500.0, curve, busy_s)  # type: ignore[method-assign]
+    policy.pace = lambda _view: Pace(1e6, 1_000.0, 500.0, curve, busy_s)  # type: ignore[assignment, method-assign]
     workers = [worker(1, "reserved", 4), worker(2, "reserved", 4), worker(3, leases=4)]
     step = StepView(
         step=1, samples=8, groups=2, finished=8, ahead=8, reserved_awake=True, max_off_policy_steps=4
