@@ -247,6 +247,20 @@ def test_a_goodbye_waits_for_those_that_were_told_to_fetch_and_for_no_other() ->
     assert len(of(EndWorker, t.do(KvTaken(0, wanted_named=True)))) == 1
 
 
+def test_a_second_acknowledgement_that_names_nothing_does_not_end_the_wait_for_what_the_first_named() -> None:
+    """The daemon answers a goodbye that is said again, and knows no worker any more for whose blocks another one waits."""
+    t = Talk().joined()
+    t.do(Built(0, 0, HERE, 64))
+    finished(t, 1)
+    t.do(TurnKvKept(1, 256, 0.01))
+    t.do(Terminate("SIGTERM"))
+    t.hear(wire.GoodbyeAck((1,)))
+    assert t.hear(wire.GoodbyeAck()) == [], "it comes before the order to wait is carried out"
+    assert of(EndWorker, t.do(KvTaken(0))) == [], "a count from before that order"
+    assert of(EndWorker, t.do(KvTaken(1, wanted_named=True))) == []
+    assert len(of(EndWorker, t.do(KvTaken(0, wanted_named=True)))) == 1
+
+
 def test_a_take_that_was_refused_just_before_the_acknowledgement_does_not_end_the_wait_for_those_told_to_fetch() -> (
     None
 ):

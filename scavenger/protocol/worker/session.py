@@ -370,8 +370,8 @@ class Session:
 
     def _goodbye_acked(self, message: messages.GoodbyeAck, now: float) -> list[WorkerAction]:
         """All is durable. Who goes on with its samples may still want their KV blocks, for a moment, and those of turns that ended here."""
-        if self._ending is None:
-            return []
+        if self._ending is None or (self._goodbye_is_acked and not message.wanted):
+            return []  # an answer to a goodbye that was said again: what the first one named is waited for yet
         if not self.work.kv_kept and not message.wanted:
             return self._gone(self._ending)
         self._end_by, self._goodbye_is_acked = min(self._end_by, now + self._limits.kv_s), True
