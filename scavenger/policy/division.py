@@ -12,6 +12,9 @@ value maximises the sum, as each term is concave (`savings`). A run that has man
 fairness, Kelly, Maulloo and Tan 1998). A share of w stretches the curve: the n-th engine counts as the n/w-th. So of runs that are alike
 one with twice the share gets twice the engines, whatever the curve.
 
+Each run predicts its own curve, and what one engine saves is a small difference of two predicted step times: it is known within a factor
+(`DivisionRules.doubt`). So shares are what stands, and a difference within that factor moves nothing away from them: it moves engines back.
+
 Owns the claims, their order, and what a move must gain. Knows nothing of jobs, limits of a site and nodes but by `Space`.
 """
 
@@ -38,21 +41,27 @@ class DivisionRules:
     """`floor`: a run keeps as many engines as give it this part of the throughput that it would have with its share of the GPUs, whatever
     others save. `wait_s`: a run that wants engines and has had none for so long goes first. `hold_s`: an engine stays for so long after
     its start, whoever goes first, and until it has registered: taken before that, its start was for nothing. `horizon_s`: a move must have
-    paid for the new engine's start by then, `margin` times over."""
+    paid for the new engine's start by then, `margin` times over. `doubt`: a predicted saving may be so many times too small or too large: a
+    move away from shares must gain as much more, and one towards them may seem to lose as much."""
 
     floor: float = 0.95
     wait_s: float = 900.0
     hold_s: float = 300.0
     horizon_s: float = 1800.0
     margin: float = 1.25
+    doubt: float = 2.0
 
     def stays_s(self, one: HeldEngine) -> float:
         """For how long yet an engine is taken for no other run."""
         return max(self.hold_s - one.age_s, one.registers_s)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1 or min(self.wait_s, self.hold_s, self.horizon_s) < 0 or self.margin < 1:
-            raise ValueError(f"{self}: 0 <= floor <= 1, no time below 0, margin >= 1")
+        if (
+            not 0 <= self.floor <= 1
+            or min(self.wait_s, self.hold_s, self.horizon_s) < 0
+            or min(self.margin, self.doubt) < 1
+        ):
+            raise ValueError(f"{self}: 0 <= floor <= 1, no time below 0, margin and doubt >= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +270,8 @@ def divide(
 
 @dataclass(slots=True)
 class _Run:
-    """One run while it is dealt to. `target`: engines that it is to have; `floor`: of these, what only a starved run may take."""
+    """One run while it is dealt to. `target`: engines that it is to have; `floor`: of these, what only a starved run may take; `share`: how
+    many engines its share of the GPUs are."""
 
     bid: Bid
     values: list[float]
@@ -270,6 +280,7 @@ class _Run:
     floor: int
     has: int
     weight: float
+    share: float
     granted: int = 0
 
     @property
@@ -284,6 +295,10 @@ class _Run:
     @property
     def more(self) -> bool:
         return self.target < self.bid.engines
+
+    @property
+    def grows_within_share(self) -> bool:
+        return self.target + 1 <= self.share + 1e-6
 
 
 _STARVED, _BELOW_FLOOR, _BY_VALUE = range(3)
@@ -322,6 +337,7 @@ class _Deal:
                 floor_of(bid, entitled[bid.run_id], self.rules.floor),
                 count[bid.run_id],
                 weight[bid.run_id],
+                entitled[bid.run_id] / bid.all_gpus,
             )
             for bid in sorted(self.bids, key=lambda bid: bid.run_id)
             if bid.engines > 0
@@ -379,7 +395,8 @@ class _Deal:
             return _STARVED, -bid.waited_s, 0.0, bid.run_id
         if run.target < run.floor:
             return _BELOW_FLOOR, run.target / run.floor, -run.next, bid.run_id
-        return _BY_VALUE, -run.next, run.target / run.weight, bid.run_id
+        most = run.next * (self.rules.doubt if run.grows_within_share else 1.0)
+        return _BY_VALUE, -most, run.target / run.weight, bid.run_id
 
     def _claims(self, blocked: set[int]) -> list[_Run]:
         """Runs that want one more engine, or have only jobs that wait, and have waited for too long."""
@@ -463,7 +480,8 @@ class _Deal:
             self._leave(found, run, rank)
 
     def _movable(self, taker: _Run, rank: int) -> list[tuple[bool, float, HeldEngine]]:
-        """Engines that may leave for `taker`: what their runs lose, the least first, and whether that is below a floor."""
+        """Engines that may leave for `taker`: what their runs lose (for value: that a gain is weighed against), the least first, and
+        whether that is below a floor."""
         found: list[tuple[bool, float, HeldEngine]] = []
         for run in self.runs.values():
             its = [
@@ -479,7 +497,8 @@ class _Deal:
             for nth, one in enumerate(sorted(its, key=lambda one: (-one.age_s, one.intent_id))):
                 if nth < spare:
                     last = run.target - 1 - nth
-                    found.append((last < run.floor, run.values[last], one))
+                    times = self._times(taker, run, last) if rank == _BY_VALUE else 1.0
+                    found.append((last < run.floor, run.values[last] * times, one))
         own_first = rank == _STARVED and self._beyond_share(taker)
         return sorted(
             found,
@@ -490,6 +509,12 @@ class _Deal:
                 item[2].intent_id,
             ),
         )
+
+    def _times(self, taker: _Run, giver: _Run, left: int) -> float:
+        """What an engine saves `giver`, which keeps `left`, counts so many times: less than once where the two come closer to their shares,
+        more than once where they part from them, or only change places."""
+        closer = (taker.target + 1) * giver.share + 1e-6 < (left + 1) * taker.share
+        return 1 / self.rules.doubt if closer else self.rules.doubt
 
     def _losers(self, taker: _Run, rank: int) -> list[HeldEngine] | None:
         """The engines that leave so that one of `taker` can start where it then has GPUs; None where none should."""
@@ -543,10 +568,10 @@ class _Deal:
         return run.bid.benefit.start_s if run.bid.benefit is not None else 0.0
 
     def _leave(self, losers: Sequence[HeldEngine], taker: _Run, rank: int) -> None:
-        words, given = [], list[tuple[HeldEngine, float]]()
+        words, given = [], list[tuple[HeldEngine, float, float]]()
         for one in losers:
             giver = self.runs[one.run_id]
-            given.append((one, giver.last))
+            given.append((one, giver.last, self._times(taker, giver, giver.target - 1)))
             giver.target -= 1
             self.space.give_up(one.node, one.gpus)
         nodes = self.space.take(taker.bid, frozenset(one.node for one in losers)) or self.space.take(
@@ -563,8 +588,14 @@ class _Deal:
             _BELOW_FLOOR: f"run {taker.bid.run} has {taker.target} of the {taker.floor} engines of its floor",
             _BY_VALUE: f"one of run {taker.bid.run} saves {taker.next:.3g}",
         }[rank]
-        for one, last in given:
-            words.append(f"{why}; this one of run {self.runs[one.run_id].bid.run} {last:.3g} GPU-s a GPU-s")
+        for one, last, times in given:
+            giver = self.runs[one.run_id]
+            words.append(f"{why}; this one of run {giver.bid.run} {last:.3g} GPU-s a GPU-s")
+            if rank == _BY_VALUE:
+                words[-1] += (
+                    f", which counts {times:.3g} times: run {giver.bid.run} keeps {giver.target} engines, its share is {giver.share:.3g}; "
+                    f"run {taker.bid.run} comes to {taker.target + 1}, its share is {taker.share:.3g}"
+                )
             self.leaving[one.intent_id] = words[-1]
         self.moves.append(f"{len(losers)} of run {self.runs[losers[0].run_id].bid.run} for {taker.bid.run}")
         self._give(taker, nodes)
@@ -613,6 +644,7 @@ class _Deal:
                 "gets": run.target,
                 "gpus": run.bid.all_gpus,
                 "floor": run.floor,
+                "engines_of_share": round(run.share, 3),
                 "last": round(run.last, 6),
                 "next": round(run.next, 6),
                 "waited_s": round(run.bid.waited_s, 1),

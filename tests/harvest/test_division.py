@@ -181,6 +181,87 @@ def test_equal_runs_do_not_take_from_each_other() -> None:
     assert (found.engines, found.leaving) == ({1: 4, 2: 4}, {})
 
 
+#: Of four runs that are alike, as they predicted themselves in simulation after 570 s: one has finished its first step, the other has not.
+FINISHED = (
+    (0, 877.0), (1, 708.4), (2, 598.6), (3, 539.2), (4, 522.3), (6, 482.1), (8, 444.7), (12, 401.3), (16, 376.8)
+)  # fmt: skip
+UNFINISHED = (
+    (0, 475.6), (1, 404.7), (2, 358.2), (3, 325.7), (4, 303.3), (6, 272.7), (8, 253.0), (12, 230.6), (16, 221.1)
+)  # fmt: skip
+#: And after 2,300 s: of one that had lost two engines, and kept 3 for the rest of the hour, and of one that had 5.
+BEHIND = (
+    (0, 908.0), (1, 732.5), (2, 624.6), (3, 562.7), (4, 545.1), (6, 505.1), (8, 469.4), (12, 439.9), (16, 416.9)
+)  # fmt: skip
+AHEAD = (
+    (0, 903.6), (1, 730.3), (2, 614.4), (3, 565.5), (4, 547.2), (6, 498.2), (8, 464.5), (12, 428.2), (16, 405.3)
+)  # fmt: skip
+
+
+def predicted(run_id: int, points: tuple[tuple[int, float], ...]) -> Bid:
+    """An 8B on 8 GPUs, with engines of two."""
+    return bid(run_id, 34, 2, benefit=Benefit(0.003, 8.0, 2, 30.0, curve=points))
+
+
+def test_what_equal_runs_predict_unlike_takes_no_engine_from_a_share() -> None:
+    """Seen in simulation: a run went from 5 engines to 3, and each step with 3 took a sixth longer."""
+    bids = [predicted(1, FINISHED), *(predicted(n, UNFINISHED) for n in (2, 3, 4))]
+    engines = [
+        one for run_id, count in ((1, 5), (2, 5), (3, 4), (4, 4)) for one in held(run_id, count, gpus=2)
+    ]
+    rules = DivisionRules()
+    assert divide(bids, engines, Nodes({"a": 0}), replace(rules, doubt=1.0), 99).leaving, (
+        "by the numbers alone"
+    )
+    found = divide(bids, engines, Nodes({"a": 0}), rules, 99)
+    assert (found.leaving, found.engines) == ({}, {1: 5, 2: 5, 3: 4, 4: 4})
+
+
+def test_a_run_behind_its_share_gets_an_engine_back_though_it_predicts_to_gain_no_more() -> None:
+    bids = [*(predicted(n, AHEAD) for n in (1, 2, 4)), predicted(3, BEHIND)]
+    engines = [
+        one for run_id, count in ((1, 5), (2, 5), (4, 5), (3, 3)) for one in held(run_id, count, gpus=2)
+    ]
+    rules = DivisionRules()
+    assert not divide(bids, engines, Nodes({"a": 0}), replace(rules, doubt=1.0), 99).leaving
+    found = divide(bids, engines, Nodes({"a": 0}), rules, 99)
+    assert found.engines == {1: 4, 2: 5, 4: 5, 3: 4}
+    (reason,) = found.leaving.values()
+    assert (
+        "one of run run3 saves 0.144; this one of run run1 0.165 GPU-s a GPU-s, which counts 0.5 times"
+        in reason
+    )
+    assert "run run1 keeps 4 engines, its share is 4.5; run run3 comes to 4, its share is 4.5" in reason
+
+
+def noisy(draw: random.Random) -> tuple[tuple[int, float], ...]:
+    """One truth, each size of which is predicted a few percent too long or too short."""
+    return tuple((n, seconds * (1 + draw.gauss(0, 0.03))) for n, seconds in AHEAD)
+
+
+def played_with_noise(seed: int, rules: DivisionRules) -> tuple[float, int]:
+    """Two hours of four runs that are alike, one of which predicts anew every 150 s: the mean engines of the run with fewest, of 4 that are
+    its share, and how many engines left for another run."""
+    draw, played, moves = random.Random(seed), Played({"a": 8, "b": 8, "c": 8, "d": 8}, rules), 0
+    bids, engines, polls = [predicted(n, noisy(draw)) for n in range(4)], Counter[int](), 240
+    for poll in range(polls):
+        if poll % 5 == 0:
+            at = draw.randrange(4)
+            bids[at] = predicted(at, noisy(draw))
+        found = played.poll(bids, POLL_S)
+        moves += len(found.leaving)
+        engines.update(found.engines)
+    return min(engines.values()) / polls, moves
+
+
+def test_equal_runs_keep_their_shares_whatever_the_noise_of_their_forecasts() -> None:
+    rules = DivisionRules()
+    steady = [played_with_noise(seed, rules) for seed in range(5)]
+    assert min(least for least, _ in steady) >= 0.95 * 4
+    hasty = [played_with_noise(seed, replace(rules, doubt=1.0)) for seed in range(5)]
+    assert min(least for least, _ in hasty) < 0.9 * 4, "by the numbers alone they do not"
+    assert sum(moves for _, moves in steady) < sum(moves for _, moves in hasty) / 4
+
+
 def test_a_floor_is_what_keeps_the_predicted_throughput_and_no_gpu_more() -> None:
     steep, flat = bid(1, benefit=benefit(60.0)), bid(2, benefit=benefit(1.0))
     assert floor_of(steep, 4, 0.9) == 3, "steps of 52 s with 4, 55 with 3, 60 with 2"
