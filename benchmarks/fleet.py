@@ -1,6 +1,7 @@
 """Several runs over one fleet: GPUs divided by value against a static division, first-come, and turns by share.
 
     python -m benchmarks.fleet --keep FILE [--traces DIR] [--runs 2,4,8] [--mix unlike,alike,short,one-model] [--seeds 3] [--hours 2]
+    python -m benchmarks.fleet --keep FILE --runs 2,4 --mix lora,lora-unlike --divisions value,lend
     python -m benchmarks.fleet --keep FILE --no-run          (the tables of what is there so far)
 
     static       each run has a part of the nodes to itself, with as many idle GPUs on average
@@ -8,6 +9,8 @@
     turns        all of the fleet; runs take turns for what comes free, and keep what they have (`harvest.division = "shares"`)
     value        all of the fleet, divided by what one more engine saves each run (`harvest.division = "value"`)
     alone        each run has all of the fleet to itself, as if there were no others: more than any division can give all of them
+    lend         value, and engines lend slots to samples of other runs (`harvest.lend_slots`), by the code that decides it live. For LoRA
+                 runs of one base; both runs' samples are in one batch, which costs what their sum costs (`simulate.shared_batch`)
     value+N      value, and a node of N GPUs more that is always idle: what lending so many reserved GPUs could bring at most, where as
                  many are idle on average. Lent ones would cost changes of hands, and be there when it suits their own run
 
@@ -55,7 +58,8 @@ LENT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A run: its model and GPUs, and its step. `short`: its completions are a quarter as long."""
+    """A run: its model and GPUs, and its step. `short`: its completions are a quarter as long. `lora`: it trains adapters, and shares
+    engines; its training is costed as that of all weights."""
 
     name: str
     model: str
@@ -63,6 +67,7 @@ class Kind:
     engine_gpus: int
     prompts: int
     short: bool = False
+    lora: bool = False
 
 
 UNLIKE = (
@@ -72,7 +77,22 @@ UNLIKE = (
     Kind("8B on 8", "Qwen3-8B", 8, 2, 128),
 )
 #: Of equal runs, long steps and short ones; and of one model, whose engines could change hands: long steps beside short ones.
-MIXES = {"unlike": UNLIKE, "alike": (UNLIKE[3],), "short": (UNLIKE[1],), "one-model": (UNLIKE[1], UNLIKE[3])}
+LORA = (
+    Kind("8B LoRA on 8", "Qwen3-8B", 8, 2, 128, lora=True),
+    Kind("8B LoRA on 4, small steps", "Qwen3-8B", 4, 2, 16, short=True, lora=True),
+)
+MIXES = {
+    "unlike": UNLIKE,
+    "alike": (UNLIKE[3],),
+    "short": (UNLIKE[1],),
+    "one-model": (UNLIKE[1], UNLIKE[3]),
+    "lora": LORA[:1],
+    "lora-unlike": LORA,
+}
+#: `harvest.lend_slots` of "lend".
+LEND_SLOTS = 64
+#: Adapters of rank 16 beside an 8B's linear layers are 87 MB of its 16 GB.
+ADAPTER_SHARE = 0.005
 
 
 def runs_of(mix: str, count: int) -> list[Kind]:
@@ -101,6 +121,10 @@ def scenario_of(kind: Kind, fleet: FleetTrace, seed: int) -> Scenario:
         relay=True,
         heartbeat_s=HEARTBEAT_S,
         poll_interval_s=POLL_S,
+        # Engines of long and short steps are of one kind.
+        context_tokens=made.prompt_tokens + STACK.cap if kind.lora else 0,
+        adapter_share=ADAPTER_SHARE if kind.lora else 0.0,
+        share_engines=kind.lora,
     )
 
 
@@ -161,7 +185,8 @@ class Unit:
 class Found:
     """Of each run, in order: tokens a second, GPUs harvested on average, finished steps, starts of engines; `stages`: where the seconds of
     its finished steps went, by `STAGES`; `idle`: its reserved GPUs that did nothing, on average, and `lendable`: those of them in waits of
-    `LENT_S` and more; `unused`: harvested GPUs whose engines had no sample, or started."""
+    `LENT_S` and more; `unused`: harvested GPUs whose engines had no sample, or started; `loans`, `borrowed`: of slots to the run, and
+    of its tokens the part that was made in them."""
 
     tokens_per_s: list[float]
     gpus: list[float]
@@ -173,13 +198,16 @@ class Found:
     idle: list[float] = field(default_factory=list)
     lendable: list[float] = field(default_factory=list)
     unused: list[float] = field(default_factory=list)
+    loans: list[int] = field(default_factory=list)
+    borrowed: list[float] = field(default_factory=list)
 
 
 def divided(name: str, floor: float | None = None) -> SimulatedDivision:
-    rules = division_rules(HarvestSection(division="value")) if name == "value" else None
+    rules = division_rules(HarvestSection(division="value")) if name in ("value", "lend") else None
     if rules is not None and floor is not None:
         rules = replace(rules, floor=floor)
-    return SimulatedDivision(rules, first_come=name == "first-come")
+    lend_slots = LEND_SLOTS if name == "lend" else 0
+    return SimulatedDivision(rules, first_come=name == "first-come", lend_slots=lend_slots)
 
 
 def play(unit: Unit, folder: Path | None, division: str, floor: float | None = None) -> Found:
@@ -212,6 +240,8 @@ def play(unit: Unit, folder: Path | None, division: str, floor: float | None = N
         [out.reserved.idle_gpu_s / out.seconds for out in outs if out.reserved is not None],
         [out.reserved.waited_longer(LENT_S) / out.seconds for out in outs if out.reserved is not None],
         [out.idle_allocated_gpu_hours * HOUR_S / out.seconds for out in outs],
+        [out.loans for out in outs],
+        [out.borrowed_tokens / max(1, out.tokens) for out in outs],
     )
 
 
@@ -261,7 +291,7 @@ def table(kept: Kept) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     cells_of = {(unit.mix != "unlike", unit.mix, -unit.nodes, unit.runs) for unit, _ in kept}
     for _, mix, part, runs in sorted(cells_of):
-        for division in (*DIVISIONS[1:], *sorted({name for _, name in kept if "+" in name})):
+        for division in (*DIVISIONS[1:], "lend", *sorted({name for _, name in kept if "+" in name})):
             rows = [
                 ratios(found, kept[unit, "static"])
                 for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
@@ -274,6 +304,29 @@ def table(kept: Kept) -> Iterator[str]:
                     for part in ("total", "mean", "least", "jain")
                 ]
                 yield f"| {runs} {mix} | {-part:g} | {division} | {' | '.join(cells)} | {len(rows)} |"
+
+
+def lending_table(kept: Kept) -> Iterator[str]:
+    """What lending slots brings over the same division without: median and spread over units."""
+    heads = "tokens, all runs, against value | a run, geometric mean | the run that fares worst | loans | of a run's tokens, in lent slots"
+    yield f"| runs | nodes | {heads} | units |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for mix, part, runs in sorted(
+        {(unit.mix, -unit.nodes, unit.runs) for unit, name in kept if name == "lend"}
+    ):
+        rows = [
+            (ratios(found, kept[unit, "value"]), found)
+            for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
+            if (unit.mix, -unit.nodes, unit.runs, name) == (mix, part, runs, "lend")
+            and (unit, "value") in kept
+        ]
+        if rows:
+            cells = [
+                _spread([getattr(row, which) for row, _ in rows]) for which in ("total", "mean", "least")
+            ]
+            loans = _spread([sum(found.loans) for _, found in rows])
+            lent = _spread([statistics.mean(found.borrowed) for _, found in rows])
+            yield f"| {runs} {mix} | {-part:g} | {' | '.join(cells)} | {loans} | {lent} | {len(rows)} |"
 
 
 def reserved_table(kept: Kept) -> Iterator[str]:
@@ -349,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     json.dumps({"unit": asdict(unit), "division": division, "found": asdict(found)}) + "\n"
                 )
             print(unit, division, found, flush=True)
-    print("\n".join((*table(kept), "", *reserved_table(kept))))
+    print("\n".join((*table(kept), "", *reserved_table(kept), "", *lending_table(kept))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scavenger.errors import ConfigError, SimulationError
-from scavenger.protocol.messages import SampleKey
+from scavenger.harvest.decide.lending import lent
+from scavenger.protocol.messages import LendSlots, SampleKey
 from scavenger.router.core.events import PeerIdentity
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
@@ -27,7 +28,7 @@ from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimHarvester, SimulatedDivision, VirtualSlurm
 from scavenger.simulate.site_daemon import SimDaemon
-from scavenger.simulate.site_engine import SimEngine, WeightDelays
+from scavenger.simulate.site_engine import BorrowedSlots, SimEngine, WeightDelays
 from scavenger.simulate.site_trainer import RUN, SimTrainer
 from scavenger.simulate.startup import pull_cost
 
@@ -126,6 +127,9 @@ class _RunOnSite:
         self.reserved: list[SimEngine] = []
         self._lives: dict[int, int] = {}  # slot -> reserved engines that it has had
         self.gone: list[SimEngine] = []
+        self.borrowers: list[
+            SimEngine
+        ] = []  # workers in slots of other runs' engines, those that left included
         self.steps: list[StepOutcome] = []
 
     def open(self) -> None:
@@ -190,12 +194,11 @@ class _RunOnSite:
     ) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
         identity = PeerIdentity("worker", f"key-{intent_id}", self.spec.name, intent_id)
-        load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
         engine = SimEngine(
             self._sim,
             self._daemon,
             spec,
-            WeightDelays(load_s),
+            self._load(),
             self._truth,
             self._fetch,
             self._left,
@@ -206,6 +209,7 @@ class _RunOnSite:
             incarnation=incarnation,
             whole_groups=self._policy.whole_groups,
             kv=self._kv,
+            lend=self._site.lend,
         )
         # By job and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
         if forget_s is not None:
@@ -218,11 +222,46 @@ class _RunOnSite:
         self._sim.after(start.container_s, lambda: engine.register(built_at) if engine.alive else None)
         return engine
 
-    def _left(self, engine: SimEngine) -> None:
-        self.gone.append(engine)
+    def _load(self) -> WeightDelays:
+        spec, adapters = self._scenario.harvested, self._scenario.adapter_share
+        load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
+        return WeightDelays(load_s, again_s=load_s * adapters if adapters else None)
+
+    def borrow(self, lender: SimEngine, slots: int) -> SimEngine:
+        """A worker of this run in slots of another run's engine. It pulls base and adapters as any other does."""
+        number = len(self.borrowers) + 1
+        intent_id = lent(lender.identity.intent_id)
+        engine = SimEngine(
+            self._sim,
+            self._daemon,
+            lender.spec,
+            self._load(),
+            self._truth,
+            self._fetch,
+            lambda engine: self._borrower_left(engine, lender),
+            kind="harvested",
+            node=lender.node,
+            identity=PeerIdentity("worker", f"key-{self.spec.name}-lent-{number}", self.spec.name, intent_id),
+            run=self.spec.name,
+            incarnation=number,
+            borrows=BorrowedSlots(slots, lender.begin_loan().borrower),
+        )
+        self.borrowers.append(engine)
+        engine.register(self._sim.now)
+        return engine
+
+    def _borrower_left(self, engine: SimEngine, lender: SimEngine) -> None:
+        self._stops_pulling(engine)
+        lender.loan_over()
+
+    def _stops_pulling(self, engine: SimEngine) -> None:
         self._network.cancel(engine.node + engine.identity.intent_id)
         if self._versions.pop(engine.conn, None) == self._newest:
             self._network.left_holder()
+
+    def _left(self, engine: SimEngine) -> None:
+        self.gone.append(engine)
+        self._stops_pulling(engine)
         self._site.slurm.left(engine)
 
     def _published(self, version: int) -> None:
@@ -238,6 +277,8 @@ class _RunOnSite:
         scenario = self._scenario
         link = min(scenario.engine_bytes_s, scenario.trainer.nic_bytes_s)
         nbytes, apply_s = pull_cost(engine.spec.model.weight_bytes, version, held, scenario.deltas, link)
+        if scenario.adapter_share and held is not None:
+            nbytes, apply_s = engine.spec.model.weight_bytes * scenario.adapter_share, 0.0
         least = self._sim.now + apply_s  # chunks are applied as they come
 
         def arrived() -> None:
@@ -257,7 +298,8 @@ class _RunOnSite:
 
     def close(self, seconds: float, recorded: int, generated: int) -> SimulationOutcome:
         """`recorded`, `generated`: tokens of all runs."""
-        slurm, everyone, scenario = self._site.slurm, [*self.reserved, *self.gone], self._scenario
+        slurm, scenario = self._site.slurm, self._scenario
+        everyone = [*self.reserved, *self.gone, *self.borrowers]
         counters = self._daemon.router.core.counters
         return SimulationOutcome(
             policy=self._policy.name,
@@ -284,6 +326,8 @@ class _RunOnSite:
                 sum(engine.busy_s for engine in everyone if engine.kind == "reserved"),
                 tuple(self.trainer.waits),
             ),
+            loans=len(self.borrowers),
+            borrowed_tokens=sum(engine.tokens for engine in self.borrowers),
         )
 
     def _kv_outcome(self) -> KvOutcome | None:
@@ -358,6 +402,13 @@ class _SimulatedSite:
     ) -> SimEngine:
         return self._runs[run].start_harvested(number, intent_id, incarnation, node, forget_s)
 
+    def lend(self, lender: SimEngine, order: LendSlots) -> None:
+        """Begin a loan of slots of an engine, once the one before is over; or only end that."""
+        if lender.borrower is not None:
+            lender.borrower.shut_down(order.reason)
+        if order.slots and lender.alive:
+            lender.borrower = self._runs[order.run].borrow(lender, order.slots)
+
     # ---------------------------------------------------------------- what goes on all the time
 
     def _beat(self) -> None:
@@ -379,7 +430,7 @@ class _SimulatedSite:
             run.trainer.stopped = True
         everyone = [*self.slurm.running]
         for run in self._runs.values():
-            everyone += [*run.reserved, *run.gone]
+            everyone += [*run.reserved, *run.gone, *run.borrowers]
             for engine in run.reserved:
                 engine.close()
         for engine in self.slurm.running:

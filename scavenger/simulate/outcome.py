@@ -121,6 +121,8 @@ class SimulationOutcome:
     prefill_s: float = 0.0  # of all engines
     kv: KvOutcome | None = None  # with `move_kv`
     reserved: ReservedOutcome | None = None
+    loans: int = 0  # of slots of other runs' engines, and the tokens that were made in them
+    borrowed_tokens: int = 0
 
     @property
     def step_seconds(self) -> float:

@@ -35,7 +35,9 @@ class Scenario:
     `reward_s`: from group to reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first
     engine of this reserved slot hangs when it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and
     another one takes its slot. `max_off_policy_steps`, `on_new_version`, `kv`, `on_late`: `algorithm`'s keys of these names;
-    `move_kv`: `engine`'s, `share_prompts`: `router`'s. `kv_bytes_s`: of one reader's connection for blocks that move.
+    `move_kv`: `engine`'s, `share_prompts`: `router`'s, `share_engines`: `run`'s. `adapter_share`: of the weights' bytes, where a version
+    is adapters beside its base (`lora.serve = "unmerged"`); 0: each is all weights. `context_tokens`: `model.context_length`, what engines
+    are built for; 0: a prompt and the longest completion. `kv_bytes_s`: of one reader's connection for blocks that move.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
@@ -75,6 +77,9 @@ class Scenario:
     on_late: Literal["wait", "later"] = "wait"
     move_kv: bool = False
     share_prompts: bool = False
+    context_tokens: int = 0
+    adapter_share: float = 0.0
+    share_engines: bool = False
     kv_bytes_s: float = KV_BYTES_S
     seed: int = 0
 
@@ -85,10 +90,19 @@ class Scenario:
             what = f"a step of {self.prompts} prompts x {self.samples} completions after {self.prompt_tokens} tokens"
             raise ConfigError(what, "each is at least 1")
         longest = self.prompt_tokens + self.lengths.cap
+        if 0 < self.context_tokens < longest:
+            what = f"completions of up to {longest} tokens, prompt included, and engines for {self.context_tokens}"
+            raise ConfigError(what, "give more context_tokens, or 0")
         for spec in (self.reserved, self.harvested):
             if longest > spec.kv_capacity:
                 what = f"completions of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
                 raise ConfigError(what, _SHORTER)
+        if not 0 <= self.adapter_share <= 1 or (self.share_engines and not self.adapter_share):
+            what = f"adapters of {self.adapter_share:g} of the weights, share_engines = {self.share_engines}"
+            raise ConfigError(
+                what,
+                "give adapter_share between 0 and 1, above 0 where runs share engines: such have adapters",
+            )
         if self.move_kv and max(self.reserved.gpus, self.harvested.gpus) > 1:
             raise ConfigError(
                 f"KV blocks that move between engines of {max(self.reserved.gpus, self.harvested.gpus)} GPUs",

@@ -34,6 +34,7 @@ from scavenger.harvest.decide.actions import (
     HarvestCode,
     HarvestLimits,
     JobPlacement,
+    LendingRules,
     OwnerRule,
     comment_of,
     intent_name,
@@ -310,13 +311,15 @@ class VirtualSlurm:
 @dataclass(frozen=True, slots=True)
 class SimulatedDivision:
     """How runs share a fleet. `rules`: by value; None: by shares (`owners`), where nobody gives up what it has. `first_come`: who was there
-    first is served first, in full; the others start nothing before. `hands`: engines change hands, and register `forget_s` later."""
+    first is served first, in full; the others start nothing before. `hands`: engines change hands, and register `forget_s` later.
+    `lend_slots`: that an engine lends at most to another run's samples (`harvest.lend_slots`)."""
 
     rules: DivisionRules | None = None
     owners: tuple[OwnerRule, ...] = ()
     first_come: bool = False
     hands: HandsRules | None = None
     forget_s: float = 2.0
+    lend_slots: int = 0
 
 
 def in_order(demand: Sequence[Demand], have: Mapping[int, int]) -> list[Demand]:
@@ -352,6 +355,7 @@ class SimHarvester:
             division=self._division.rules,
             owners=self._division.owners,
             hands=self._division.hands,
+            lending=LendingRules(self._division.lend_slots) if self._division.lend_slots else None,
         )
         self._min_expected_life = _LIVE.min_expected_life if start_benefits else None
         self._session = HarvestSession(
@@ -368,7 +372,8 @@ class SimHarvester:
         now, router, session = self._sim.now, self._daemon.router, self._session
         asked = router.demand(now)
         aged = self._min_expected_life is not None and (self._waits or now - self._polled_at >= _QUIET_S)
-        if not (aged or self._slurm.changed or self._leaving() or session.moved(asked)):
+        lends = self._limits.lending is not None  # whose samples wait is another at each poll
+        if not (aged or lends or self._slurm.changed or self._leaving() or session.moved(asked)):
             return
         self._slurm.changed, self._polled_at = False, now
         self.decided += 1

@@ -23,6 +23,7 @@ from scavenger.protocol.messages import (
     ChangeRun,
     Drain,
     KvSource,
+    LendSlots,
     Message,
     SampleKey,
     SiblingTokens,
@@ -41,6 +42,7 @@ from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.kv import BLOCK, KvTransfers
 from scavenger.simulate.sequences import EngineBatch, Finished, Joined, SimulatedRequest
+from scavenger.simulate.shared_batch import BatchPart, SharedBatch
 from scavenger.simulate.site_daemon import SimDaemon
 
 Truth = Callable[[SampleKey], int]  # how long a completion will be: known here, and to nobody who decides
@@ -94,10 +96,20 @@ class CountedTokens(TokenBuffer):
 
 @dataclass(frozen=True, slots=True)
 class WeightDelays:
-    """How long weights take to be there. `load_s`: from host memory into the engine, once pulled; `wake_s`: from sleep to generating."""
+    """How long weights take to be there. `load_s`: from host memory into the engine, once pulled; `wake_s`: from sleep to generating.
+    `again_s`: as `load_s`, of a later version, where that is adapters of weights that are there; None: as the first one."""
 
     load_s: float
     wake_s: float = 0.0
+    again_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedSlots:
+    """Of another run's engine: so many, and this run's part of its batch."""
+
+    slots: int
+    part: BatchPart
 
 
 @dataclass(slots=True)
@@ -114,7 +126,8 @@ class _Request:
 class SimEngine:
     """See the module. `fetch(engine, version, done)` gets weights; `kv`: moves its samples' blocks; `whole_groups` as in
     `SimulatedPolicy`: of a group's completions none is handed over before all are complete, or longer than the shortest of them.
-    `hangs_at`: it hangs when it is told to sleep for so many times; 0 = it never does.
+    `hangs_at`: it hangs when it is told to sleep for so many times; 0 = it never does. `lend`: carries out an order to lend slots.
+    `borrows`: it is a worker in another one's process, in slots of that one's engine.
     """
 
     def __init__(
@@ -136,6 +149,8 @@ class SimEngine:
         whole_groups: bool = False,
         hangs_at: int = 0,
         kv: KvTransfers | None = None,
+        lend: Callable[[SimEngine, LendSlots], None] | None = None,
+        borrows: BorrowedSlots | None = None,
     ) -> None:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
@@ -147,11 +162,27 @@ class SimEngine:
         self._kv = kv
         session = f"{identity.intent_id or slot}.{incarnation}"
         me = worker.WorkerIdentity(
-            kind, run, session, incarnation, 1, node, spec.gpus, "simulated", "0", 1, slot=slot
+            kind,
+            run,
+            session,
+            incarnation,
+            1,
+            node,
+            spec.gpus,
+            "simulated",
+            "0",
+            1,
+            slot=slot,
+            guest=borrows is not None,
         )
         self._session = Session(me, _LIMITS, sim.now, CountedTokens)
         self.conn = daemon.connect(self._receive)
-        self.batch = EngineBatch(spec, sim.now)
+        self.batch: EngineBatch | BatchPart = EngineBatch(spec, sim.now)
+        self._lend, self._borrows = lend, borrows
+        self.borrower: SimEngine | None = None  # which has slots of its engine
+        if borrows is not None:
+            self.batch = borrows.part
+            borrows.part.changed = self._batch_moved
         self._wanted, self._wanted_at = -1, sim.now  # the version that was asked for last
         self._ahead, self._ahead_is_here = -1, False  # the one that is pulled beside its work
         self._pull_s = 0.0
@@ -179,12 +210,16 @@ class SimEngine:
     def register(self, built_at: float) -> None:
         """Say hello. Weights may be pulled from now on; it can generate from `built_at`."""
         self._built_at = built_at
+        if self._borrows is not None:
+            self._tell(worker.Bounded(self._borrows.slots))
         self._tell(worker.Connected())
 
     def shut_down(self, reason: str, notice: bool = True) -> None:
         """End by SIGTERM. `notice`: it hands over what it has, and says goodbye; else it dies with all that it had not handed over."""
         if not self.alive:
             return
+        if self.borrower is not None:
+            self.borrower.shut_down(reason, notice)
         if notice and not self._hangs:
             self._give_all()
             self._tell(worker.Terminate(reason))
@@ -194,7 +229,11 @@ class SimEngine:
             self._end()
 
     def _end(self) -> None:
-        """The process is gone."""
+        """The process is gone, and who borrows of its engine with it."""
+        if self.borrower is not None:
+            self.borrower.shut_down("the worker of the run whose engine this is has ended")
+        if self._borrows is not None:
+            self._abort(list(self._requests))  # its engine goes on
         self.alive = False
         self._mark_idle()
         self._disarm()
@@ -204,9 +243,37 @@ class SimEngine:
     def close(self) -> None:
         """The simulation is over: hand over what there is, so that every token is accounted for."""
         if self.alive:
+            if self.borrower is not None:
+                self.borrower.close()
             self._give_all()
             self._abort(list(self._requests))
             self._mark_idle()
+
+    # ---------------------------------------------------------------- slots that are lent
+
+    def begin_loan(self) -> SharedBatch:
+        """Its batch is for samples of another run too, from now on."""
+        assert isinstance(self.batch, EngineBatch)
+        shared = SharedBatch(self.batch, self._batch_moved)
+        self.batch = shared.lender
+        return shared
+
+    def loan_over(self) -> None:
+        """Its borrower has left."""
+        self.borrower = None
+        if self.alive:
+            self._wake()  # what the borrower saw happen first
+        assert isinstance(self.batch, BatchPart)
+        self.batch = self.batch.whole
+        if self.alive:
+            self._arm()
+
+    def _batch_moved(self) -> None:
+        """The other run's worker did something in it: it goes on at another time."""
+        if self.alive:
+            if self.batch.size and self._busy_since is None:
+                self._busy_since = self._sim.now
+            self._arm()
 
     # ---------------------------------------------------------------- the session
 
@@ -295,6 +362,9 @@ class SimEngine:
                 case worker.EndWorker(hands_to=run):
                     self.handed_to = run
                     self._end()
+                case worker.Lend(order=order):
+                    if self._lend is not None:
+                        self._lend(self, order)
                 case worker.Connect():
                     raise SimulationError(f"the engine on {self.node} lost its daemon, and none is lost here")
         if added:
@@ -308,6 +378,8 @@ class SimEngine:
 
     def beat(self) -> None:
         """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
+        if self.borrower is not None:
+            self.borrower.beat()
         if not (self.alive and self._requests) or self._hangs:
             return
         lengths = self.batch.progress(self._sim.now)
@@ -351,7 +423,9 @@ class SimEngine:
     def _pulled(self, version: int) -> None:
         if version == self._wanted:
             self._pull_s = self._sim.now - self._wanted_at
-        ready = max(self._sim.now, self._built_at, self._awake_at) + self._pace.load_s
+        pace = self._pace
+        load_s = pace.load_s if self.ready_s < 0 or pace.again_s is None else pace.again_s
+        ready = max(self._sim.now, self._built_at, self._awake_at) + load_s
         self._sim.at(ready, lambda: self._ready(version))
 
     def _ready(self, version: int) -> None:

@@ -53,10 +53,15 @@ from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import root_of, zeros
+from scavenger.weights.manifest import Adapter
 
 RUN = "run"
 OWNER = PeerIdentity("owner", "owner")
 _SOURCE = WeightSource("simulated", "", b"")
+ADAPTER_RANK = 16
+#: What the daemon reads of manifests: the first version is the base of all later ones' adapters, and of equal runs the same.
+_BASE = msgspec.msgpack.encode({"root": root_of(1)})
+_ADAPTERS = msgspec.msgpack.encode({"adapter": Adapter(root_of(1), 1.0, "bfloat16")})
 PING_S = 20.0
 #: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
 TELL_S = 1.0
@@ -171,7 +176,7 @@ class SimTrainer:
     def open(self) -> None:
         """Open the run, publish its first weights, and begin the first step."""
         sc, spec = self._scenario, self._scenario.reserved
-        context = sc.prompt_tokens + sc.lengths.cap
+        context = sc.context_tokens or sc.prompt_tokens + sc.lengths.cap
         engine = EngineSpec(
             spec.model.name,
             "{}",
@@ -180,6 +185,8 @@ class SimTrainer:
             context,
             speculation="none" if spec.acceptance is None else "group",
             move_kv=sc.move_kv,
+            adapter_rank=ADAPTER_RANK if sc.adapter_share else 0,
+            shared=sc.share_engines,
         )
         harvest = self._simulated_policy.harvest
         self._call(
@@ -273,8 +280,10 @@ class SimTrainer:
         self._version += 1
         self._published(self._version)
         nbytes = self._scenario.reserved.model.weight_bytes
-        root = root_of(self._version)
-        self._call(PublishVersion(self._version, self._version - 1, root, b"", (_SOURCE,), nbytes))
+        root, manifest = root_of(self._version), b""
+        if self._scenario.adapter_share:
+            manifest = _BASE if self._version == 1 else _ADAPTERS
+        self._call(PublishVersion(self._version, self._version - 1, root, manifest, (_SOURCE,), nbytes))
 
     def _begin(self, step: int) -> None:
         sc = self._scenario

@@ -16,6 +16,7 @@ from scavenger.simulate.driver import SimulatedRun, simulate, simulate_fleet
 from scavenger.simulate.fleet import from_deltas
 from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import SimulatedPolicy
+from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimulatedDivision
 from scavenger.simulate.site_trainer import RUN
 from tests.simulate.test_driver import ALWAYS, UNEVEN
@@ -102,6 +103,49 @@ def test_engines_that_change_hands_serve_the_other_run_sooner_than_new_ones() ->
     assert {(engine.node, engine.end_s) for engine in over} <= begun, "on the same GPUs, at once"
     waits = [min(e.ready_s - e.start_s for e in out.engines if e.ready_s >= 0) for out in (handed, started)]
     assert waits[0] < waits[1]
+
+
+#: Two LoRA runs of one base, more of whose samples wait at a step's beginning than their engines have slots.
+LORA = replace(PLAYED, adapter_share=0.005, share_engines=True, max_batch=16, horizon_s=900.0)
+
+
+def lending(first: Scenario, second: Scenario, slots: int = 8) -> list[SimulationOutcome]:
+    runs = [
+        SimulatedRun(f"r{n}", replace(scenario, seed=n), worth(6, 60.0), f"owner{n}")
+        for n, scenario in enumerate((first, second))
+    ]
+    return simulate_fleet(runs, replace(VALUE, lend_slots=slots))
+
+
+def test_an_engine_in_its_runs_tail_lends_slots_to_samples_that_wait() -> None:
+    """By the code that decides it live; every token is recorded or lost once, or the simulation says so."""
+    outs = lending(LORA, LORA)
+    assert sum(out.loans for out in outs) >= 4
+    assert all(0 < out.borrowed_tokens < out.tokens for out in outs)
+    assert outs[0].generated == outs[0].recorded + sum(out.regenerated for out in outs)
+    none = lending(LORA, LORA, slots=0)
+    assert not any(out.loans or out.borrowed_tokens for out in none)
+    assert sum(out.tokens_per_s for out in outs) > sum(out.tokens_per_s for out in none)
+
+
+def test_nobody_lends_to_a_run_that_does_not_share_or_has_another_engine() -> None:
+    for other in (replace(LORA, share_engines=False), replace(LORA, context_tokens=32_768)):
+        assert not any(out.loans for out in lending(LORA, other))
+
+
+def test_a_borrower_goes_with_the_engine_that_is_taken() -> None:
+    """Other users take every node in mid-loan, again and again: no token is lost that was handed over, and nothing counts twice."""
+    takes = [
+        (at, node, change)
+        for at in range(100, 900, 90)
+        for node in "ab"
+        for at, change in ((at, -8), (at + 20, 8))
+    ]
+    fleet = from_deltas("taken", 1e7, {"a": 8, "b": 8}, {"a": 8, "b": 8}, takes)
+    outs = lending(replace(LORA, fleet=fleet), replace(LORA, fleet=fleet))
+    assert sum(out.preemptions for out in outs) > 8
+    assert sum(out.loans for out in outs) > 0
+    assert outs[0].generated == outs[0].recorded + sum(out.regenerated for out in outs)
 
 
 def test_runs_of_one_name_are_refused() -> None:
