@@ -1,7 +1,7 @@
 """Several runs over one fleet: GPUs divided by value against a static division, first-come, and turns by share.
 
     python -m benchmarks.fleet --keep FILE [--traces DIR] [--runs 2,4,8] [--mix unlike,alike,short,one-model] [--seeds 3] [--hours 2]
-    python -m benchmarks.fleet --keep FILE --runs 2,4 --mix lora,lora-unlike --divisions value,lend
+    python -m benchmarks.fleet --keep FILE --runs 2,4 --mix lora,lora-unlike --divisions value,lend8,lend64
     python -m benchmarks.fleet --keep FILE --no-run          (the tables of what is there so far)
 
     static       each run has a part of the nodes to itself, with as many idle GPUs on average
@@ -9,7 +9,7 @@
     turns        all of the fleet; runs take turns for what comes free, and keep what they have (`harvest.division = "shares"`)
     value        all of the fleet, divided by what one more engine saves each run (`harvest.division = "value"`)
     alone        each run has all of the fleet to itself, as if there were no others: more than any division can give all of them
-    lend         value, and engines lend slots to samples of other runs (`harvest.lend_slots`), by the code that decides it live. For LoRA
+    lendN        value, and engines lend N slots to samples of other runs (`harvest.lend_slots`), by the code that decides it live. For LoRA
                  runs of one base; both runs' samples are in one batch, which costs what their sum costs (`simulate.shared_batch`)
     value+N      value, and a node of N GPUs more that is always idle: what lending so many reserved GPUs could bring at most, where as
                  many are idle on average. Lent ones would cost changes of hands, and be there when it suits their own run
@@ -50,6 +50,7 @@ SEGMENTS = Path(__file__).with_name("segments.json")
 HEARTBEAT_S = POLL_S = 15.0
 MOST_ENGINES = 128
 DIVISIONS = ("static", "first-come", "turns", "value", "alone")
+LEND = "lend"
 #: Of a step's seconds (`StepOutcome`): in all but `seed` the reserved GPUs belong to training, and in `wait` they do nothing.
 STAGES = ("seed", "toggle", "wait", "train", "update", "publish")
 #: To take an engine's memory, get another run's weights, and give the memory back takes an 8B's reserved engine about 10 s.
@@ -89,8 +90,6 @@ MIXES = {
     "lora": LORA[:1],
     "lora-unlike": LORA,
 }
-#: `harvest.lend_slots` of "lend".
-LEND_SLOTS = 64
 #: Adapters of rank 16 beside an 8B's linear layers are 87 MB of its 16 GB.
 ADAPTER_SHARE = 0.005
 
@@ -203,11 +202,11 @@ class Found:
 
 
 def divided(name: str, floor: float | None = None) -> SimulatedDivision:
-    rules = division_rules(HarvestSection(division="value")) if name in ("value", "lend") else None
+    slots = int(name[len(LEND) :]) if name.startswith(LEND) else 0
+    rules = division_rules(HarvestSection(division="value")) if slots or name == "value" else None
     if rules is not None and floor is not None:
         rules = replace(rules, floor=floor)
-    lend_slots = LEND_SLOTS if name == "lend" else 0
-    return SimulatedDivision(rules, first_come=name == "first-come", lend_slots=lend_slots)
+    return SimulatedDivision(rules, first_come=name == "first-come", lend_slots=slots)
 
 
 def play(unit: Unit, folder: Path | None, division: str, floor: float | None = None) -> Found:
@@ -291,7 +290,8 @@ def table(kept: Kept) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     cells_of = {(unit.mix != "unlike", unit.mix, -unit.nodes, unit.runs) for unit, _ in kept}
     for _, mix, part, runs in sorted(cells_of):
-        for division in (*DIVISIONS[1:], "lend", *sorted({name for _, name in kept if "+" in name})):
+        others = {name for _, name in kept if "+" in name or name.startswith(LEND)}
+        for division in (*DIVISIONS[1:], *sorted(others)):
             rows = [
                 ratios(found, kept[unit, "static"])
                 for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
@@ -309,24 +309,24 @@ def table(kept: Kept) -> Iterator[str]:
 def lending_table(kept: Kept) -> Iterator[str]:
     """What lending slots brings over the same division without: median and spread over units."""
     heads = "tokens, all runs, against value | a run, geometric mean | the run that fares worst | loans | of a run's tokens, in lent slots"
-    yield f"| runs | nodes | {heads} | units |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    for mix, part, runs in sorted(
-        {(unit.mix, -unit.nodes, unit.runs) for unit, name in kept if name == "lend"}
-    ):
+    yield f"| runs | nodes | slots | {heads} | units |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    lends = [(unit, name) for unit, name in kept if name.startswith(LEND)]
+    for mix, part, runs, division in sorted({(one.mix, -one.nodes, one.runs, name) for one, name in lends}):
         rows = [
-            (ratios(found, kept[unit, "value"]), found)
-            for (unit, name), found in sorted(kept.items(), key=lambda item: repr(item[0]))
-            if (unit.mix, -unit.nodes, unit.runs, name) == (mix, part, runs, "lend")
+            (ratios(kept[unit, name], kept[unit, "value"]), kept[unit, name])
+            for unit, name in sorted(lends, key=repr)
+            if (unit.mix, -unit.nodes, unit.runs, name) == (mix, part, runs, division)
             and (unit, "value") in kept
         ]
         if rows:
             cells = [
                 _spread([getattr(row, which) for row, _ in rows]) for which in ("total", "mean", "least")
             ]
-            loans = _spread([sum(found.loans) for _, found in rows])
-            lent = _spread([statistics.mean(found.borrowed) for _, found in rows])
-            yield f"| {runs} {mix} | {-part:g} | {' | '.join(cells)} | {loans} | {lent} | {len(rows)} |"
+            cells.append(_spread([sum(found.loans) for _, found in rows]))
+            cells.append(_spread([statistics.mean(found.borrowed) for _, found in rows]))
+            slots = division[len(LEND) :]
+            yield f"| {runs} {mix} | {-part:g} | {slots} | {' | '.join(cells)} | {len(rows)} |"
 
 
 def reserved_table(kept: Kept) -> Iterator[str]:
