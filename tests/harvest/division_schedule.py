@@ -259,7 +259,7 @@ DIVISION_PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]
         (starved_passed_over, "a run waited", 1),
         (share_of_each_run, r"of its numbers \['floor'\]", 3),
         (young_engine_taken, "before its time", 0),
-        (unregistered_engine_taken, "before it registered", 0),
+        (unregistered_engine_taken, "before it registered", 6),
         (numbers_of_before, r"of its numbers \['gets'\]", 0),
     )
 }
