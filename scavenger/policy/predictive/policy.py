@@ -221,11 +221,12 @@ class Predictive:
             return None
         unscored = step.delivered - policy_forecast.scored(step.delivered) if step.ahead else 0
         done = step.finished >= step.samples and not unscored
-        if done and not (step.ahead and step.reserved_awake and self.pace(view) is not None):
+        pace = self.pace(view) if step.ahead else None
+        if done and not (step.reserved_awake and pace is not None):
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
         if step.ahead:
-            return self._window_ahead(view, picture, unscored, now)
+            return self._window_ahead(view, picture, pace, unscored, now)
         situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
         plan, inputs = windows.solve(situation), situation.inputs()
         policy_forecast.plan = plan
@@ -239,9 +240,10 @@ class Predictive:
             again = max(soon_s, plan.close_after_s)
         return WindowDecision(not plan.awake, why, now + again, inputs)
 
-    def _window_ahead(self, view: RunView, picture: Picture, unscored: int, now: float) -> WindowDecision:
+    def _window_ahead(
+        self, view: RunView, picture: Picture, pace: Pace | None, unscored: int, now: float
+    ) -> WindowDecision:
         """With samples of later steps to generate. `unscored`: groups that the trainer has and whose rewards it waits for."""
-        pace = self.pace(view)
         if pace is None:
             why = f"step {view.step.step}: nothing is forecast yet: every engine generates"
             return WindowDecision(False, why, now + admission.AGAIN_LEAST_S)

@@ -5,13 +5,13 @@ Each part is computed when the policy first reads it. A view is valid for the on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.router.core import samples, staleness
-from scavenger.router.core.state import ActiveRun, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -88,34 +88,15 @@ class LiveView:
     @cached_property
     def samples(self) -> Sequence[SampleView]:
         """Of what the trainer works at; samples of later steps get the slots that these leave (`admit`)."""
-        found: list[SampleView] = []
-        ended = SampleStatus.ENDED
-        for group in sorted(self._run.by_key.values(), key=lambda group: group.id):
-            if not group.orphaned and staleness.is_now(self._run, group):
-                found += [
-                    sample.cached_view or sample_view(sample)
-                    for sample in group.samples
-                    if sample.status is not ended
-                ]
-        return found
+        groups = self._run.by_key.values()
+        return _views(g for g in groups if not g.orphaned and staleness.is_now(self._run, g))
 
     @cached_property
     def next_samples(self) -> Sequence[SampleView]:
-        run = self._run
-        if not run.settings.max_off_policy_steps:
+        if not self._run.settings.max_off_policy_steps:
             return ()
-        wanted = self.step.step + 1
-        groups = [
-            g for g in run.by_key.values() if g.purpose == "train" and g.step == wanted and not g.orphaned
-        ]
-        found: list[SampleView] = []
-        for group in sorted(groups, key=lambda group: group.id):
-            found += [
-                sample.cached_view or sample_view(sample)
-                for sample in group.samples
-                if sample.status is not SampleStatus.ENDED
-            ]
-        return found
+        wanted, groups = self.step.step + 1, self._run.by_key.values()
+        return _views(g for g in groups if g.purpose == "train" and g.step == wanted and not g.orphaned)
 
     @cached_property
     def queued(self) -> Sequence[SampleView]:
@@ -196,6 +177,17 @@ class LiveView:
 def _slots_of(worker: Worker, most: int) -> Slots:
     slots = worker.cached_slots = Slots(worker.id, len(worker.leases), most, worker.place)
     return slots
+
+
+def _views(groups: Iterable[Group]) -> list[SampleView]:
+    """Samples that were not ended, in the order of their groups' ids."""
+    ended = SampleStatus.ENDED
+    return [
+        sample.cached_view or sample_view(sample)
+        for group in sorted(groups, key=lambda group: group.id)
+        for sample in group.samples
+        if sample.status is not ended
+    ]
 
 
 def sample_view(sample: Sample) -> SampleView:
