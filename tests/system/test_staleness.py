@@ -24,6 +24,21 @@ GROUP BY g.step, v.step ORDER BY g.step, v.step
 """
 
 
+def site_options(folder: Path, *, max_engines: int) -> SiteOptions:
+    layout = demo_layout(grace_s=0.5, requeue_delay_s=0.2)
+    return SiteOptions("local", folder, layout, poll_interval_s=0.2, max_engines=max_engines)
+
+
+def ages_within(site: DemoSite, *, steps: int, k: int) -> set[tuple[int, int]]:
+    """(step, age in optimizer steps) of all tokens that were trained: of every step, none beyond k, and no sample was thrown away."""
+    ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
+    assert {step for step, _ in ages} == set(range(1, steps + 1))
+    assert {age for _, age in ages} <= set(range(k + 1)), "a token was trained beyond k"
+    ends = dict(play.ask(site, "SELECT state, count(*) FROM samples GROUP BY state"))
+    assert not ends.keys() & {"superseded", "surplus", "poisoned"}, ends
+    return ages
+
+
 @pytest.mark.parametrize(
     ("k", "on_new_version", "on_late", "kv"),
     [
@@ -35,10 +50,7 @@ GROUP BY g.step, v.step ORDER BY g.step, v.step
 def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
     k: int, on_new_version: str, on_late: str, kv: str, tmp_path: Path, small_model: Path
 ) -> None:
-    options = SiteOptions(
-        "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
-    )
-    with DemoSite(options) as site:
+    with DemoSite(site_options(tmp_path, max_engines=2)) as site:
         run = play.write_run(
             site,
             small_model,
@@ -52,12 +64,8 @@ def test_a_run_trains_samples_of_older_weights_within_k_and_throws_none_away(
             },
         )
         play.finish(site, play.submit(site, run))
-        ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
-        assert {step for step, _ in ages} == set(range(1, 7))
-        assert {age for _, age in ages} <= set(range(k + 1)), "a token was trained beyond k"
+        ages = ages_within(site, steps=6, k=k)
         assert max(age for _, age in ages) > 0, "no token was generated in advance"
-        ends = dict(play.ask(site, "SELECT state, count(*) FROM samples GROUP BY state"))
-        assert not ends.keys() & {"superseded", "surplus", "poisoned"}, ends
         rows = play.ask(site, "SELECT step, metrics FROM steps WHERE purpose = 'train' ORDER BY step")
         metrics = {step: json.loads(text) for step, text in rows}
         for step, found in metrics.items():
@@ -79,10 +87,7 @@ def test_steps_are_trained_one_after_the_other_where_reserved_engines_are_most_o
     tmp_path: Path, small_model: Path
 ) -> None:
     """Two reserved engines and one harvested one: they generate on for the next step, and the run ends as any other."""
-    options = SiteOptions(
-        "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=1
-    )
-    with DemoSite(options) as site:
+    with DemoSite(site_options(tmp_path, max_engines=1)) as site:
         run = play.write_run(
             site,
             small_model,
@@ -96,8 +101,4 @@ def test_steps_are_trained_one_after_the_other_where_reserved_engines_are_most_o
             play.ask(site, "SELECT code, count(*) FROM decisions WHERE policy = 'window' GROUP BY code")
         )
         assert codes.get("kept_open", 0) > 0, codes
-        ages = {(step, step - 1 - of_step) for step, of_step, _ in play.ask(site, TRAINED)}
-        assert {step for step, _ in ages} == set(range(1, 11))
-        assert {age for _, age in ages} <= set(range(5))
-        ends = dict(play.ask(site, "SELECT state, count(*) FROM samples GROUP BY state"))
-        assert not ends.keys() & {"superseded", "surplus", "poisoned"}, ends
+        ages_within(site, steps=10, k=4)
