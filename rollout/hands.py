@@ -47,7 +47,10 @@ async def work(
     and the next has not begun: nobody listens to signals then."""
     kept: KeptEngine | None = None
     while True:
-        worker = new_worker(options, kept)
+        worker, kept = (
+            new_worker(options, kept),
+            None,
+        )  # nobody else holds an engine that the worker may replace
         end = await worker.run()
         between()
         kept = worker.kept

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
+import os
 import secrets
 import signal
 import socket
@@ -29,7 +31,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from rollout import fetching
+from rollout import fetching, processes
 from rollout.engines.base import Engine, EngineHost, Kv, MovesKv, refuse_held
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
@@ -95,6 +97,8 @@ _log = structlog.get_logger(__name__)
 
 #: How long messages may take to leave when the worker ends.
 LINGER_MS = 100
+#: How long what an engine held of a GPU may take to be free once the engine was ended, where the next one is to be built there.
+GPU_FREE_S = 60.0
 _ZAP_REFUSED = 400  # https://rfc.zeromq.org/spec/27: 300 = try again later, 400 = refused
 
 
@@ -580,19 +584,17 @@ class RolloutWorker:
         me = self._options.identity
         if self._options.memory_share:
             spec = msgspec.structs.replace(spec, memory_share=self._options.memory_share)
-        self._spec, kept, self.kept = spec, self.kept, None
-        if kept is not None and kept.spec == spec:
-            self._engine = kept.engine
+        self._spec = spec
+        if kept := self.kept is not None and self.kept.spec == spec:
+            assert self.kept is not None
+            self._engine, self.kept = self.kept.engine, None
         elif self._options.slots:
-            self.kept = kept  # to be closed
             raise EngineError(
                 "this run's engine is another one than that whose slots it borrows",
                 "only runs of one base model, with equal [engine] settings and lora.rank, share an engine",
             )
         else:
-            if kept is not None:  # the other run changed its engine meanwhile: as a fresh process would do
-                _log.info("engine.not_kept", reason="the run's engine is another one")
-                await kept.engine.close()
+            await self._end_kept()
             nodes = await self._further.start(spec, me.run, me.gpus) if self._further is not None else None
             host = EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved" or me.guest, nodes=nodes)
             self._engine = await build(spec, host)
@@ -612,12 +614,34 @@ class RolloutWorker:
             "engine.built",
             name=info.name,
             vocab=info.vocab_size,
-            kept=kept is not None and kept.engine is self._engine,
+            kept=kept,
             welcome_s=round(began - self._options.started_at, 3),
             import_wait_s=round(imported - began, 3),
             build_s=round(self._clock() - imported, 3),
         )
         self._tasks.append(self._spawn(self._generate(self._engine), EngineCrashed))
+
+    async def _end_kept(self) -> None:
+        """The engine of the run before, of which this run needs another one: its memory is free again when that is built."""
+        if self.kept is None:
+            return
+        began = self._clock()
+        pids = await asyncio.to_thread(lambda: processes.with_gpus(processes.below(os.getpid())))
+        with processes.watched(pids) as held:
+            await self.kept.engine.close()
+            freed = await processes.gone(held, GPU_FREE_S)
+        self.kept = None
+        gc.collect()  # models are in cycles: it would lie beside the next engine for a while
+        if not freed:
+            raise EngineError(
+                f"processes of the engine of the run before hold a GPU {GPU_FREE_S:g} s after their end",
+                "the job ends, and another starts",
+            )
+        _log.info(
+            "engine.not_kept",
+            reason="the run's engine is another one",
+            close_s=round(self._clock() - began, 3),
+        )
 
     def _node_lost(self, reason: str) -> None:
         """One of the engine's further nodes: the engine cannot go on without it."""
