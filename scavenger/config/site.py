@@ -348,6 +348,10 @@ class HarvestSection(Section):
     """`true`: an engine that its run has too many of goes on for another run, in the same process, where both runs' engines
     are of one kind and the runs allow it (`run.isolation`). It forgets the first run before it gets the second one's key
     ([fleet.md](fleet.md#engines-that-change-hands)). `false`: its job ends, and another starts."""
+    change_models: bool = True
+    """With `change_hands` only. `true`: an engine goes on also for a run of another model, or with other `[engine]` settings, where no idle
+    GPU gives that run one and a new start is predicted to take longer: its process ends the old engine and builds the other one
+    ([fleet.md](fleet.md#to-another-model)). `false`: only between runs whose engines are of one kind."""
     lend_slots: NonNegative = 0
     """Slots that an engine lends at most to samples of another run, in one batch with its own run's, where both runs set
     `run.share_engines` ([fleet.md](fleet.md#engines-that-lend-slots)). At most half of its batch is lent. 0: none."""
@@ -592,6 +596,7 @@ LIVE = frozenset(
         "harvest.after_drain",
         "harvest.blackout",
         "harvest.change_hands",
+        "harvest.change_models",
         "harvest.constraint",
         "harvest.contact",
         "harvest.container",

@@ -191,7 +191,8 @@ def hands_rules(harvest: HarvestSection) -> HandsRules | None:
     """None: no engine changes hands. All jobs of a daemon are one Unix user's; whom Slurm accounts them to may be each run's owner."""
     if not harvest.change_hands:
         return None
-    return HandsRules(by_owner="{owner}" in harvest.account or "{owner}" in harvest.wckey)
+    by_owner = "{owner}" in harvest.account or "{owner}" in harvest.wckey
+    return HandsRules(by_owner=by_owner, models=harvest.change_models)
 
 
 def division_rules(harvest: HarvestSection) -> DivisionRules | None:

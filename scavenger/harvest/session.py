@@ -288,7 +288,11 @@ class HarvestSession:
             limits = replace(limits, waiting_since=self._waiting(demand, now))
         if limits.hands is not None:
             switch_s, start_s = self.tracker.predicted_s(now)
-            limits = replace(limits, hands=replace(limits.hands, switch_s=switch_s, start_s=start_s))
+            build_s, ready_s = self.tracker.predicted_builds_s(now)
+            learned = replace(
+                limits.hands, switch_s=switch_s, start_s=start_s, build_s=build_s, ready_s=ready_s
+            )
+            limits = replace(limits, hands=replace(learned, no_builds=self.tracker.no_builds(now)))
         if limits.lending is not None:
             held = {intent: held for intent, held in leases.items() if intent.startswith(LENT_INTENT)}
             lending = replace(
@@ -441,7 +445,7 @@ class HarvestSession:
             yield Report([undone, event])
             one.run_since = at
             return at
-        self.tracker.changes_hands(action.intent_id, action.run_id, public_key, now)
+        self.tracker.changes_hands(action.intent_id, action.run_id, public_key, now, builds=action.builds)
         self._takes_borrower_along(action.intent_id, outcome.now)
         order = IntentHandedOver(action.intent_id, public_key, action.reason)
         return (yield Report([], [order])).now

@@ -4,6 +4,7 @@ Slurm is a simple one here: what is submitted starts at once, what drains is gon
 
     each decision   carries its division; starts nothing on GPUs that others hold, nor beyond a cap, an owner's GPUs or the division
     each change     between runs of one kind of engine and one size, of an engine that is there, to a run that is to have it
+      or another kind  where that is predicted to be sooner than a start, says both figures, and no idle GPU gives that run an engine
     all of them     no run waits for its first engine beyond its bound
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from scavenger.harvest.decide import decide as decide_module
 from scavenger.harvest.decide import hands
 from scavenger.harvest.decide.actions import (
     Cancel,
@@ -44,7 +46,7 @@ RULES = DivisionRules(floor=0.9, wait_s=300.0, hold_s=120.0, horizon_s=1800.0, m
 
 @dataclass
 class Harvested:
-    """Our jobs on three nodes. `changed`, `left`: engines that changed hands, and that drained."""
+    """Our jobs on three nodes. `changed`, `left`: engines that changed hands, `built` of them for another model, and that drained."""
 
     limits: HarvestLimits
     demand: list[Demand]
@@ -54,6 +56,7 @@ class Harvested:
     most_wait_s: float = 0.0
     number: int = 0
     changed: int = 0
+    built: int = 0
     left: int = 0
 
     def poll(self) -> None:
@@ -80,6 +83,7 @@ class Harvested:
                 self._start(action)
             case ChangeHands():
                 self.changed += 1
+                self.built += action.builds
                 job = self.jobs[action.intent_id]
                 self.jobs[job.intent_id] = replace(
                     job, run_id=action.run_id, owner=action.owner, started_at=self.now
@@ -137,15 +141,57 @@ class Harvested:
             elif isinstance(action, DrainAllocated):
                 after[action.intent_id] = replace(after[action.intent_id], drain_kind=DrainKind.DRAINING)
         self._within(decision, by_run, after, begun)
+        self._none_idle(decision, by_run, after, begun)
 
     def _change(self, action: ChangeHands, by_run: dict[int, Demand]) -> None:
         job, want = self.jobs[action.intent_id], by_run[action.run_id]
         before = by_run[job.run_id]
         kind = f"run {before.run} of {before.hands!r} and {job.gpus} GPUs to run {want.run} of {want.hands!r} and {want.gpus}"
         assert before.hands, f"an engine changes hands that is kept to itself: {kind}"
-        assert (job.gpus, before.hands) == (want.gpus, want.hands), f"an engine changes hands from {kind}"
+        assert job.gpus == want.gpus, f"an engine changes hands from {kind}"
+        assert action.builds == (before.hands != want.hands), f"an engine changes hands as it is from {kind}"
         assert job.drain_kind is DrainKind.NO, f"an engine that leaves changes hands: {kind}"
         assert (action.owner, want.run in action.reason) == (want.owner, True), action.reason
+        if action.builds:
+            self._sooner(action, kind)
+            assert (before.engine, bool(want.hands)) == (want.engine, True), f"{kind} changes hands anew"
+
+    def _sooner(self, action: ChangeHands, kind: str) -> None:
+        rules = self.limits.hands
+        assert rules is not None
+        run_id = action.run_id
+        start_s = rules.start_s.get(run_id, 0.0)
+        switch_s = rules.build_s.get(run_id, rules.ready_s.get(run_id, float("inf")))
+        assert switch_s < start_s, (
+            f"an engine changes hands, predicted to take {switch_s} s of {start_s} s: {kind}"
+        )
+        assert f"{switch_s:.1f} s" in action.reason, action.reason
+        assert f"a new start {start_s:.1f} s" in action.reason, action.reason
+
+    def _none_idle(
+        self,
+        decision: HarvestDecision,
+        by_run: dict[int, Demand],
+        after: dict[str, OurJob],
+        begun: Counter[int],
+    ) -> None:
+        """Where an engine is built anew for a run, nothing is idle after all starts on which that run could have had one."""
+        assert decision.division is not None
+        free = self._free()
+        for action in decision.actions:
+            if isinstance(action, Submit):
+                free[action.nodelist[0]] -= action.gpus
+        gpus = sum(job.gpus for job in after.values()) + sum(by_run[run].gpus * n for run, n in begun.items())
+        caps = self.limits.caps
+        for run_id in {one.run_id for one in decision.actions if isinstance(one, ChangeHands) and one.builds}:
+            want = by_run[run_id]
+            full = len(after) + begun.total() >= caps.max_engines
+            full = full or (caps.max_gpus is not None and gpus + want.gpus > caps.max_gpus)
+            if full or want.owner_gpus is not None:
+                continue
+            kept = decision.division.kept
+            idle = {name for name in free if free[name] >= want.gpus and kept.get(name, run_id) == run_id}
+            assert not idle, f"an engine was built anew for run {run_id}, and GPUs are idle on {sorted(idle)}"
 
     def _within(
         self,
@@ -192,14 +238,39 @@ def _demand(draw: random.Random) -> list[Demand]:
     return found
 
 
+def _learned(draw: random.Random, runs: int) -> HandsRules:
+    """What some of the runs took to start, and to change to from another model."""
+
+    def some(least: float, most: float) -> dict[int, float]:
+        return {run: draw.uniform(least, most) for run in range(1, 1 + runs) if draw.random() < 0.85}
+
+    failed = {run: "one failed" for run in range(1, 1 + runs) if draw.random() < 0.1}
+    return HandsRules(start_s=some(40, 80), build_s=some(10, 70), ready_s=some(20, 60), no_builds=failed)
+
+
 def play(seed: int, polls: int = 60) -> Harvested:
     """Play one schedule."""
     draw = random.Random(seed)
     demand = _demand(draw)
     owners = tuple(OwnerRule(owner, draw.randint(1, 7)) for owner in sorted({want.owner for want in demand}))
-    limits = replace(LIMITS, caps=Caps(12, 12), division=RULES, hands=HandsRules(), owners=owners)
+    models = random.Random(seed + 1_000_000)  # of its own: the other schedules stay what they were
+    if models.random() < 0.5:
+        kinds = ["one kind", "another", "a third", ""]
+        demand = [
+            replace(want, hands=models.choice(kinds), engine=models.choice(["reference"] * 7 + ["vllm"]))
+            for want in demand
+        ]
+    limits = replace(LIMITS, caps=Caps(12, 12), division=RULES, owners=owners)
+    limits = replace(limits, hands=_learned(models, len(demand)))
     fleet = Harvested(limits, demand)
     for _ in range(polls):
+        if models.random() < 0.1:  # one run ends, and another one begins
+            ends, begins = models.sample(range(len(demand)), 2)
+            demand[ends] = replace(demand[ends], engines=0)
+            demand[begins] = replace(demand[begins], engines=12)
+        if models.random() < 0.1:
+            learned = _learned(models, len(demand))
+            limits, fleet.limits = replace(limits, hands=learned), replace(fleet.limits, hands=learned)
         if draw.random() < 0.25:
             at = draw.randrange(len(demand))
             demand[at] = replace(demand[at], engines=draw.choice([0, 1, 4, 12]))
@@ -231,7 +302,19 @@ def owners_limit_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hands, "_obstacle", lenient)
 
 
+def another_model_whatever_it_takes(patch: pytest.MonkeyPatch) -> None:
+    """An engine is built anew for another run without a look at the predicted seconds."""
+    patch.setattr(hands, "build_is_sooner", lambda *_: True)
+
+
+def idle_gpus_not_asked(patch: pytest.MonkeyPatch) -> None:
+    """An engine is built anew for another run though a new job could start on idle GPUs."""
+    patch.setattr(decide_module, "_starts_on_idle", lambda *_: Counter[int]())
+
+
 HANDS_PLANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "changes_hands_with_anybody": (changes_hands_with_anybody, "changes hands", 0),
     "owners_limit_not_counted": (owners_limit_not_counted, "over its limit of", 9),
+    "another_model_whatever_it_takes": (another_model_whatever_it_takes, "predicted to take", 0),
+    "idle_gpus_not_asked": (idle_gpus_not_asked, "was built anew .* GPUs are idle", 0),
 }

@@ -28,6 +28,9 @@ def divided(seeds: range) -> None:
 def harvested(seeds: range) -> None:
     fleets = [hands_schedule.play(seed) for seed in seeds]
     assert sum(fleet.changed for fleet in fleets) > 2 * len(seeds), "engines hardly ever changed hands"
+    assert sum(fleet.built for fleet in fleets) > len(seeds) // 4, (
+        "engines hardly ever changed to another model"
+    )
     assert sum(fleet.left for fleet in fleets) > 4 * len(seeds), "engines hardly ever left"
 
 

@@ -237,15 +237,22 @@ class Restrictions:
 
 @dataclass(frozen=True, slots=True)
 class HandsRules:
-    """Engines may change hands. `by_owner`: Slurm accounts each job to its run's owner, so only between runs of one owner.
+    """Engines may change hands. `by_owner`: Slurm accounts each job to its run's owner, so only between runs of one owner. `models`: also
+    where the engine is built anew, for another model or with other settings.
 
     `switch_s`, `start_s`: predicted seconds until an engine has weights of a run, by a change of hands and by a new start, for each run
-    that has measured it.
+    that has measured it. `build_s`: by a change of hands where the engine came from another model and was built anew; `ready_s`: the part
+    of a new start that comes after its engine registered, so without scheduler and job start. `no_builds`: why no engine is built anew
+    for a run now.
     """
 
     by_owner: bool = False
     switch_s: Mapping[int, float] = field(default_factory=dict)
     start_s: Mapping[int, float] = field(default_factory=dict)
+    models: bool = True
+    build_s: Mapping[int, float] = field(default_factory=dict)
+    ready_s: Mapping[int, float] = field(default_factory=dict)
+    no_builds: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +382,8 @@ class DrainAllocated:
 
 @dataclass(frozen=True, slots=True)
 class ChangeHands:
-    """The engine leaves its run and goes on for this one; its job stays. `owner`: of the run that it goes to."""
+    """The engine leaves its run and goes on for this one; its job stays. `owner`: of the run that it goes to. `builds`: that run's engine
+    is another one, so that it is built anew in the process."""
 
     intent_id: str
     run_id: int
@@ -383,6 +391,7 @@ class ChangeHands:
     owner: str
     reason: str
     code: HarvestCode = HarvestCode.HANDED_OVER
+    builds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

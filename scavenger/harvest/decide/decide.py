@@ -204,7 +204,33 @@ def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob
 
 
 def _changes_of_hands(facts: DecisionFacts, beyond: Sequence[Drain], staying: Sequence[OurJob]) -> Handing:
-    return Handing((), beyond) if facts.closed else change_hands(facts, facts.demand, beyond, staying)
+    if facts.closed:
+        return Handing((), beyond)
+    return change_hands(facts, facts.demand, beyond, staying, partial(_starts_on_idle, facts, staying))
+
+
+def _starts_on_idle(
+    facts: DecisionFacts, staying: Sequence[OurJob], changes: Sequence[ChangeHands]
+) -> Counter[int]:
+    """Engines that idle GPUs would give each run if no engine but these changed hands: what would be started then, played through."""
+    facts = replace(facts, engines=handed(facts.engines, changes))
+    stays = {*(job.intent_id for job in staying), *(change.intent_id for change in changes)}
+    serving = [job for job in facts.engines if job.intent_id in stays]
+    standby_jobs = [job for job in facts.standby_jobs if job.drain_kind is DrainKind.NO]
+    started, _, _ = start_jobs(
+        facts, serving, standby_jobs, StartBenefits(facts.wanted, facts.limits, facts.now)
+    )
+    run_of = {job.intent_id: job.run_id for job in standby_jobs}
+    moved = {job.intent_id: job.run_id for job in serving}  # one that is cancelled begins anew elsewhere
+    begun = Counter[int]()
+    for action in started:
+        if isinstance(action, Submit):
+            begun[action.run_id] += not action.standby
+        elif isinstance(action, Release):
+            begun[run_of.get(action.intent_id, 0)] += 1
+        elif action.intent_id in moved:
+            begun[moved[action.intent_id]] -= 1
+    return begun
 
 
 def _that_stay(changes: Sequence[ChangeHands], leaves: Sequence[Drain]) -> list[ChangeHands]:

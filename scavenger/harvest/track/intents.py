@@ -79,6 +79,8 @@ class Tracked:
     switching_since: float = (
         0.0  # when its engine was asked to, until it was ready for the run; 0: not measured
     )
+    #: For which run its engine is being built anew, until it is ready or its process is gone; 0: for none.
+    builds_for: int = 0
 
     @property
     def intent_id(self) -> str:

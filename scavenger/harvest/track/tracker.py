@@ -115,6 +115,13 @@ class Tracker:
         self.vanished: dict[str, Vanished] = {}  # jobs whose end was not observed
         self._asked: Counter[tuple[str, int]] = Counter()
         self._switches, self._starts = _Durations(), _Durations()
+        self._builds, self._ready = (
+            _Durations(),
+            _Durations(),
+        )  # changes to another model; what follows a start
+        self._not_built: dict[
+            int, float
+        ] = {}  # by run: when an engine that was to be built anew for it failed
         self._changed: list[
             str
         ] = []  # intents whose engine registered for its new run since the last observation
@@ -127,20 +134,39 @@ class Tracker:
             intended, free_at=now, since=now, pinned=intended.pinned, standby=standby
         )
 
-    def changes_hands(self, intent_id: str, run_id: int, worker_key: str, now: float) -> None:
-        """Its engine was asked to go on for another run, under this public key."""
+    def changes_hands(
+        self, intent_id: str, run_id: int, worker_key: str, now: float, *, builds: bool = False
+    ) -> None:
+        """Its engine was asked to go on for another run, under this public key. `builds`: it is built anew for it."""
         one = self.intents[intent_id]
         one.intended = msgspec.structs.replace(one.intended, run_id=run_id, worker_key=worker_key)
         one.run_since = one.changing_since = now
         life = one.workers.get(one.last_allocation)
         # One that had not been built yet is built on the way: that says nothing of others.
         one.switching_since = now if life is not None and life.ready else 0.0
+        one.builds_for = run_id if builds else 0
         one.submitted_at = 0.0
 
     def predicted_s(self, now: float) -> tuple[Mapping[int, float], Mapping[int, float]]:
         """By run: seconds until an engine has its first weights for it, by a change of hands and by a start. Means of the run's own in the
         last hour, so that a run with slow weights tells nothing of others; a run that had none is not there."""
         return self._switches.means(now), self._starts.means(now)
+
+    def predicted_builds_s(self, now: float) -> tuple[Mapping[int, float], Mapping[int, float]]:
+        """By run, as `predicted_s`: seconds of a change of hands for which the engine was built anew; and from the registration of a
+        freshly started engine to its first weights."""
+        return self._builds.means(now), self._ready.means(now)
+
+    def no_builds(self, now: float) -> Mapping[int, str]:
+        """By run: why no engine is built anew for it now. One that failed is not tried again in the next hour; and as long as none was
+        measured one shows what it takes."""
+        known = self._builds.means(now)
+        under_way = {one.builds_for for one in self.intents.values() if one.builds_for} - known.keys()
+        found = dict.fromkeys(under_way, "the first one that is built anew for that run is not ready yet")
+        self._not_built = {run: at for run, at in self._not_built.items() if now - at <= TOOK_S}
+        for run, at in self._not_built.items():
+            found[run] = f"one that was to be built anew for that run failed {now - at:.0f} s ago"
+        return found
 
     def released(self, intent_id: str, node: str, now: float) -> None:
         """Slurm took our release: this standby job begins on `node`."""
@@ -299,8 +325,10 @@ class Tracker:
             self._record_state(draft, one, job)
             self._allocations.follow(draft, one, job, observed, lost)
             one.standby = is_standby(job, draft.now)
+            if one.builds_for and observed_jobs.crashed(job):
+                self._not_built[one.builds_for] = draft.now
             if one.allocation is None:
-                one.switching_since = 0.0
+                one.switching_since, one.builds_for = 0.0, 0
             if one.changing_since and one.allocation is None:
                 one.changing_since = 0.0  # its process ended on the way: the next one begins with the new key
                 self._changed.append(one.intent_id)
@@ -513,11 +541,12 @@ class Tracker:
             return
         if one.submitted_at and not life.incarnation:  # a later life of the job waited in the queue once more
             self._starts.add(life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - one.submitted_at)))
+            self._ready.add(life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - life.joined_at)))
         if one.switching_since and not one.changing_since:
-            self._switches.add(
-                life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - one.switching_since))
-            )
+            took = self._builds if one.builds_for else self._switches
+            took.add(life.run_id, _Took(life.ready_at, max(0.0, life.ready_at - one.switching_since)))
         one.submitted_at = one.switching_since = 0.0
+        one.builds_for = 0
 
     def condemned(self, engines: Iterable[CondemnedEngine], now: float) -> None:
         """What the router knows of engines that computed wrong numbers; each is heard once. The node is the one where Slurm ran it."""
