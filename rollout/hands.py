@@ -47,10 +47,8 @@ async def work(
     and the next has not begun: nobody listens to signals then."""
     kept: KeptEngine | None = None
     while True:
-        worker, kept = (
-            new_worker(options, kept),
-            None,
-        )  # nobody else holds an engine that the worker may replace
+        worker = new_worker(options, kept)
+        kept = None  # nobody else holds an engine that the worker may replace
         end = await worker.run()
         between()
         kept = worker.kept

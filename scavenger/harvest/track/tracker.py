@@ -115,13 +115,10 @@ class Tracker:
         self.vanished: dict[str, Vanished] = {}  # jobs whose end was not observed
         self._asked: Counter[tuple[str, int]] = Counter()
         self._switches, self._starts = _Durations(), _Durations()
-        self._builds, self._ready = (
-            _Durations(),
-            _Durations(),
-        )  # changes to another model; what follows a start
-        self._not_built: dict[
-            int, float
-        ] = {}  # by run: when an engine that was to be built anew for it failed
+        # Changes to another model; and what follows the registration of a fresh start.
+        self._builds, self._ready = _Durations(), _Durations()
+        # By run: when an engine that was to be built anew for it failed.
+        self._not_built = dict[int, float]()
         self._changed: list[
             str
         ] = []  # intents whose engine registered for its new run since the last observation
