@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 
-def write_small_model(path: Path) -> None:
-    """A random Qwen3 of two narrow layers with the sorting task's tokenizer, in the folder `path`."""
+def write_small_model(path: Path, *, hidden: int = 32) -> None:
+    """A random Qwen3 of two narrow layers (of `hidden` values) with the sorting task's tokenizer, in the folder `path`."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +16,7 @@ def write_small_model(path: Path) -> None:
     from trainer.tiny import model_config
 
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(model_config(hidden=32, layers=2)))
+    (path / "config.json").write_text(json.dumps(model_config(hidden=hidden, layers=2)))
     sort.write_tokenizer(path)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(

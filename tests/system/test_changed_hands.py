@@ -12,6 +12,7 @@ from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.ledger.read import reports
 from scavenger.protocol import keys
 from tests.system import play
+from tests.system.model import write_small_model
 
 pytestmark = [pytest.mark.mpi, pytest.mark.long]
 
@@ -113,22 +114,43 @@ def play_out(site: DemoSite) -> None:
     play.wait_for("work of both", lambda: len(served(site)) == len(SEEDS), DEADLINE_S)
 
 
+def built_anew(site: DemoSite) -> int:
+    """Changes of hands for which the engine was to be built anew."""
+    told = "SELECT count(*) FROM decisions WHERE code = 'handed_over' AND reason LIKE '%is built anew there%'"
+    ((count,),) = play.ask(site, told)
+    return int(count)
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("backend", ["local", pytest.param("slurm", marks=pytest.mark.slurm)])
-def test_each_run_has_the_result_that_it_has_alone(backend: str, tmp_path: Path, small_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "models"),
+    [
+        ("local", 1),
+        pytest.param("slurm", 1, marks=pytest.mark.slurm),
+        pytest.param("slurm", 2, marks=pytest.mark.slurm),
+    ],
+)
+def test_each_run_has_the_result_that_it_has_alone(
+    backend: str, models: int, tmp_path: Path, small_model: Path
+) -> None:
+    model = dict.fromkeys(SEEDS, small_model)
+    if models == 2:
+        model["his"] = tmp_path / "wider-model"
+        write_small_model(model["his"], hidden=48)
     with site_in(tmp_path / "site", backend) as site:
         pair = keys.generate()
         his_key = site.dir / "his.key"
         keys.write_keypair(his_key, pair)
         keys.enroll(site.state_dir, "bob", pair.public)
-        jobs = [submitted(site, small_model, "hers", None), submitted(site, small_model, "his", his_key)]
+        jobs = [submitted(site, model["hers"], "hers", None), submitted(site, model["his"], "his", his_key)]
         play_out(site)
         for job in jobs:
             play.cut_short(site, job)
         assert play.over_capacity(site) == ""
         assert reports.check(site.ledger_url) == []
         assert (crossed(site), lost(site)) == (0, 0)
+        assert (built_anew(site) > 0) == (models == 2)
         found = {name: play.result_of(site.ledger_url, name) for name in SEEDS}
     for name, result in found.items():
         steps = max(result.steps)
-        assert result.until(steps) == alone(small_model, tmp_path / f"alone-{name}", name, steps)
+        assert result.until(steps) == alone(model[name], tmp_path / f"alone-{name}", name, steps)
