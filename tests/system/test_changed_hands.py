@@ -135,8 +135,8 @@ def test_each_run_has_the_result_that_it_has_alone(
 ) -> None:
     model = dict.fromkeys(SEEDS, small_model)
     if models == 2:
-        model["his"] = tmp_path / "wider-model"
-        write_small_model(model["his"], hidden=48)
+        model["his"] = tmp_path / "narrower-model"
+        write_small_model(model["his"], hidden=16)
     with site_in(tmp_path / "site", backend) as site:
         pair = keys.generate()
         his_key = site.dir / "his.key"
