@@ -165,12 +165,16 @@ def test_either_worker_may_be_lost_without_the_other_s_samples(gone: str) -> Non
     assert bench.take(FIRST, Revoke) == []
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_what_ends_an_engine_while_it_lends_is_not_held_against_the_lender_s_samples(lent: bool) -> None:
+@pytest.mark.parametrize("lends", ["ordered", "until its heartbeat says so", "no more"])
+def test_what_ends_an_engine_while_it_lends_is_not_held_against_the_lender_s_samples(lends: str) -> None:
     bench = Lending()
     bench.borrow()
-    if not lent:
+    lent = lends != "no more"
+    if lends != "ordered":
+        bench.beat("key-lent")
         bench.handle(OVER)
+    if not lent:
+        bench.beat("")
     bench.handle(JobGone(INTENT, 0, "exit code 1", True))
     hers = [bench.sample(lease.sample_id) for lease in bench.hers]
     assert {sample.failures for sample in hers} == {0 if lent else 1}

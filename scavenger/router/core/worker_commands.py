@@ -80,6 +80,7 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         elif beat.memory == "awake" and worker.memory.state is GpuMemoryState.WAKING:
             awake(core, worker, beat.memory_order, beat.bytes_held)
     repeat(core, worker, beat.memory_order)
+    worker.lends = beat.lends
     if beat.lends != worker.loan.public_key and worker.status not in LEAVING:
         core.send_durable(worker.conn, worker.loan)
 

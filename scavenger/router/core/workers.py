@@ -312,8 +312,9 @@ def gone(
     leased = list(worker.leases.values())
     salvaged = sum(s.accepted for s in leased)
     regenerated = 0
-    # A sample of the run that borrows slots of it may be what ended it.
-    blamed = crashed and not worker.bounded and not worker.loan.public_key
+    # A sample of the run that borrows slots of it may be what ended it, also for a while after it was told that the loan is over.
+    lends = bool(worker.loan.public_key or worker.lends)
+    blamed = crashed and not worker.bounded and not lends
     for sample in leased:
         lost = 0 if flushed else samples.lost_tokens(core, sample)
         regenerated += lost
