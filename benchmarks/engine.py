@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.engines.base import EngineHost
 from rollout.engines.vllm import engine as engines
+from rollout.engines.vllm.sampling import params_of
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
 from scavenger.protocol.worker.events import Request
@@ -89,7 +90,7 @@ async def bare_round(engine: engines.VllmEngine, options: argparse.Namespace, fi
         )
         tokens = 0
         given = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt="bench/1")
-        async for output in engine._llm.generate(given, engines._params(request), f"bare-{index}"):
+        async for output in engine._llm.generate(given, params_of(request), f"bare-{index}"):
             tokens += len(output.outputs[0].token_ids)
         return tokens
 

@@ -40,6 +40,7 @@ from rollout.engines import merging, published  # noqa: E402
 from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.vllm import engine as vllm  # noqa: E402
 from rollout.engines.vllm import setup  # noqa: E402
+from rollout.engines.vllm.core import CALL_S  # noqa: E402
 from scavenger.protocol.messages import EngineSpec  # noqa: E402
 from scavenger.weights import manifest as manifests  # noqa: E402
 from scavenger.weights.manifest import Manifest  # noqa: E402
@@ -147,7 +148,7 @@ async def load(engine: Any, version: int, views: Sequence[Any], *, whole: bool) 
     with setup.MemoryFiles(views) as memory:
         given = (memory.paths, memory.table, memory.merges)
         said = await engine._llm.collective_rpc(
-            "scavenger_load_whole" if whole else "scavenger_load", vllm.CALL_S, given
+            "scavenger_load_whole" if whole else "scavenger_load", CALL_S, given
         )
     replies = [vllm.LoadReply(*one) for one in said]
     if whole:  # each summed all

@@ -108,7 +108,7 @@ class Kept:
         if self.bare._asleep:
             await self.bare.wake()
         self.bare._usable = False
-        if self.bare._fault is None:
+        if self.bare._core.fault is None:
             self._kind.put_back(self._spec, self.bare)
         else:
             await self.bare.close()

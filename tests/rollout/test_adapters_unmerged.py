@@ -200,7 +200,7 @@ def test_samples_of_a_borrower_are_taken_while_the_lender_loads_a_version(
     async def main() -> None:
         llm, trained = Adapting(), Pulled(kinds.Reference())
         engine = engine_of(llm)
-        monkeypatch.setattr(vllm_engine, "_params", lambda *_of: None)
+        monkeypatch.setattr(vllm_engine, "params_of", lambda *_of: None)
         monkeypatch.setattr(engine, "_stream", waits)
         trained.step(1)
         await engine.load(2, trained.version(2))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from rollout.engines import stopping
 from rollout.engines.base import EngineInfo, Kv, Weight
 from rollout.engines.stopping import Matcher, Stopping, StoppingMover
-from rollout.engines.vllm.engine import lease_seed
+from rollout.engines.vllm.sampling import lease_seed
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import SampleKey, Sampling
 from scavenger.protocol.worker.events import Delta, Request

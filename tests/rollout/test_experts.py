@@ -156,14 +156,14 @@ def test_experts_come_in_as_from_files_and_a_swapped_or_missing_one_is_found(
             await engine.load(1, views_of(first))
             await _as_transformers(engine, first)
             for fault, tensor in (("swapped", "[0]"), ("missing", "[3]"), ("withheld", "[0]")):
-                await engine._call(engine._llm.collective_rpc("plant", 60, (fault,)))
+                await engine._core.rpc("plant", fault)
                 with pytest.raises(WeightsDiffer, match=r"layers\.1\.mlp\.experts\.down_proj\[") as found:
                     await engine.load(2, views_of(second))
                 assert tensor in str(found.value)
-            await engine._call(engine._llm.collective_rpc("plant", 60, ("",)))
+            await engine._core.rpc("plant", "")
             await engine.load(3, views_of(second))
             await _as_transformers(engine, second)
-            (ours,) = await engine._call(engine._llm.collective_rpc("raw_hashes", 60))
+            (ours,) = await engine._core.rpc("raw_hashes")
         finally:
             await engine.close()
         assert ours == await _loaded_by_vllm(kind, second, tmp_path)

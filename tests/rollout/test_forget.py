@@ -104,11 +104,13 @@ def test_vllm_forgets_drafts_moved_blocks_and_adapters_too(kind: Kind, more: dic
         due = await contract.finish(engine, *(contract.request(i, GREEDY) for i in range(4)))
         await under_way(engine, mine)
         assert (beneath(engine).bare._lora is not None) == ("adapter_rank" in more)
-        assert bool(beneath(engine).bare._texts) == ("move_kv" in more)
-        assert bool(beneath(engine).bare._introduced) == ("speculation" in more)
+        assert bool(beneath(engine).bare._blocks.texts) == ("move_kv" in more)
+        assert bool(beneath(engine).bare._drafts.introduced) == ("speculation" in more)
         await engine.forget("theirs")
         bare = beneath(engine).bare
-        assert not any((bare._lora, bare._adapters, bare._texts, bare._brought, bare._introduced))
+        assert not any(
+            (bare._lora, bare._adapters, bare._blocks.texts, bare._blocks.brought, bare._drafts.introduced)
+        )
         await engine.load(1, theirs)
         found = await contract.finish(
             engine, *(contract.request(i, GREEDY) for i in range(4)), never=(4, 5, 6)
@@ -131,7 +133,7 @@ def test_vllm_holds_zeros_after_a_change_of_hands(kind: Kind) -> None:
         assert any(value != "0" for value, _, _ in before.values())
         assert {name: value for name, (value, _, _) in after.items() if value != "0"} == {}
         assert bare._host.run == "theirs"
-        assert not any((bare._streams, bare._texts, bare._routes, bare._ready, bare._held))
+        assert not any((bare._streams, bare._blocks.texts, bare._routes, bare._ready, bare._held))
         await engine.load(1, kind.views)
         await engine.close()
 

@@ -65,7 +65,7 @@ def test_blocks_move_from_one_engine_to_another_and_are_what_it_generates_from(k
         short = Kv(prompt[:64], blocks.data[:-64])
         whole = (await finish(one, asked(6, (), prompt)))[6]
         assert (await rest(other, asked(6, (), prompt), short)).token_ids == whole.token_ids
-        assert other._moves._brought == {}, "with its first token its memory is given back"
+        assert other._moves._blocks.brought == {}, "with its first token its memory is given back"
         for engine in (one, other):
             await engine.close()
 
@@ -202,7 +202,7 @@ def test_a_request_s_blocks_stay_where_they_are_until_vllm_has_dropped_it() -> N
             await asyncio.sleep(0)
         assert Path(Waiting.path).read_bytes() == b"of request 1"
         Waiting.dropped.set()
-        await asyncio.gather(*engine._letting_go)
+        await asyncio.gather(*engine._blocks._letting_go)
         assert not Path(Waiting.path).exists()
 
     asyncio.run(main())
@@ -226,7 +226,7 @@ def test_blocks_that_a_wipe_zeroed_are_not_given_out(wipe: Any) -> None:
 
     async def main() -> None:
         engine = engine_of(Running())
-        engine._usable, engine._kv_shape = True, ("layout", 4, 32)
+        engine._usable, engine._blocks.token_nbytes, engine._blocks.block_tokens = True, 4, 32
         await engine.add(asked(1))
         assert await engine.take_kv(1, 64) is not None
         await wipe(engine)

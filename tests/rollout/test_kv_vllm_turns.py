@@ -279,15 +279,15 @@ def test_a_turn_whose_tokens_were_wiped_leaves_nothing() -> None:
 
     async def main() -> None:
         engine = engine_of(Running())
-        engine._usable, engine._kv_shape = True, ("layout", 4, 32)
+        engine._usable, engine._blocks.token_nbytes, engine._blocks.block_tokens = True, 4, 32
         await engine.add(turn(1, 1))
-        assert len(engine._leaving._files) == 1
+        assert len(engine._blocks.leaving._files) == 1
         await engine._cleanse("2")
         Running.goes_on.set()
         assert (await engine.next())[0].finish == "stop"
         async with asyncio.timeout(20):  # a file that is waited for is never sealed here
             assert await engine.take_kv(1, 64) is None
-        assert engine._leaving._files == {}
+        assert engine._blocks.leaving._files == {}
 
     asyncio.run(main())
 

@@ -96,10 +96,10 @@ def test_every_load_is_quantised_anew_and_what_did_not_come_is_found(monkeypatch
             assert made[1] != made[2]
             _near(made[1][0], old)
             _near(made[2][0], new)
-            (kinds,) = await engine._call(engine._llm.collective_rpc("dtypes", 60))
+            (kinds,) = await engine._core.rpc("dtypes")
             assert kinds["model.layers.1.self_attn.qkv_proj.weight"] == "torch.float8_e4m3fn"
             await engine._find_again()
-            await engine._call(engine._llm.collective_rpc("plant", 60, ("layers.1.self_attn.k_proj.weight",)))
+            await engine._core.rpc("plant", "layers.1.self_attn.k_proj.weight")
             with pytest.raises(WeightsDiffer, match=r"layers\.1\.self_attn\.qkv_proj\.weight"):
                 await engine.load(4, models.views(new))
         finally:

@@ -243,7 +243,7 @@ def test_the_death_of_the_core_is_noticed_at_once(kind: Kind, busy: bool) -> Non
         engine = await loaded(kind)
         waiting = asyncio.create_task(_until_it_dies(engine, busy))
         await asyncio.sleep(0)
-        (core,) = engine._engine.bare._cores.values()  # type: ignore[attr-defined]
+        (core,) = engine._engine.bare._core.pids.values()  # type: ignore[attr-defined]
         began = time.monotonic()
         os.kill(core, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"core \(process {core}\) ended by itself"):

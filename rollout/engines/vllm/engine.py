@@ -1,7 +1,9 @@
 """vLLM in the worker's process: its asynchronous engine behind `base.Engine`.
 
 Owns one `AsyncLLM` (whose core is a process of its own), one task a request, and the order in which weights are replaced. Knows no daemon.
-`setup` has vLLM's settings and the reason for each, `worker` what runs in vLLM's own processes, docs/engines.md what an admin needs.
+`setup` has vLLM's settings and the reason for each, `core` the calls to its process, `worker` what runs there, `sampling` what is vLLM's
+and what is ours of a request, `blocks` which KV blocks may be given out, `drafts` what siblings elsewhere wrote; docs/engines.md what an
+admin needs.
 
 vLLM is imported by `build`, in the engine's own thread, which lives as long as the engine.
 """
@@ -11,17 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import mmap
 import os
 import shutil
-import signal
-import struct
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,39 +29,21 @@ from rollout.engines.base import EngineHost, EngineInfo, Kv, Weight, refuse_impo
 from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
-from rollout.engines.vllm.leaving import LeavingKv
-from rollout.engines.vllm.proposer import Heard, group_name, request_name
+from rollout.engines.vllm.blocks import KvBlocks
+from rollout.engines.vllm.core import Core, failed
+from rollout.engines.vllm.drafts import SiblingDrafts
+from rollout.engines.vllm.proposer import request_name
+from rollout.engines.vllm.sampling import delta_of, params_of
 from rollout.engines.vllm.setup import MemoryFiles
 from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
-from scavenger.protocol.messages import EngineSpec, SampleKey
-from scavenger.protocol.worker.events import NOT_SPECULATED, Delta, HearSiblings, Request, Speculated
+from scavenger.protocol.messages import EngineSpec
+from scavenger.protocol.worker.events import Delta, HearSiblings, Request, Speculated
 
 NAME = "vllm"
-MAX_NEWS = 64  # messages with siblings' tokens that wait while vLLM's process does something else; then the oldest is dropped
-ASK_SPECULATED_S = 1.0  # between two questions to vLLM's process what speculation did
 OWN = 0  # the lane of the run whose engine it is
 BEHIND = 1 << 30  # priority of other runs' requests: those of the run whose engine it is come first
-CALL_S = 300.0  # what one call to all ranks may take
-_SEED_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
 _log = structlog.get_logger(__name__)
-
-
-def lease_seed(seed: int, key: SampleKey, accepted: int) -> int:
-    """The seed of one lease, in [0, 2^63 - 1), as `torch.Generator.manual_seed` takes it. `accepted`: tokens accepted before. Pure.
-
-    vLLM's generator starts over with each request. With one seed per sample, a moved sample's next tokens would be drawn from the numbers
-    of its first ones; without a seed, every engine would draw the same. So the seed is a hash of the run's seed, the sample's key and
-    `accepted`, and no two leases share a stream.
-    """
-    purpose = key.purpose.encode()
-    # Length-prefixed text and fixed-width integers: two different keys never encode to the same bytes.
-    data = (
-        struct.pack(">I", len(purpose))
-        + purpose
-        + struct.pack(">qqqqq", seed, key.step, key.prompt, key.index, accepted)
-    )
-    return int.from_bytes(blake2b(data, digest_size=8, person=_SEED_PERSON).digest(), "big") % (2**63 - 1)
 
 
 async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
@@ -166,12 +144,11 @@ class VllmEngine:
         self._layout = layout
         self._folder = folder
         self._executor = executor
-        self._cores: dict[int, int] = {}  # a core process's pidfd -> its pid
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Delta] = []
         self._work = asyncio.Event()
-        self._fault: EngineError | None = None
-        self._faulted = asyncio.Event()
+        self._core = Core(llm, self._work.set)
+        self._blocks = KvBlocks(self._core)
         self._serial = 0
         self._made = 0
         self._version = -1
@@ -199,53 +176,30 @@ class VllmEngine:
         self._pending: PendingWeights | None = None  # arrived while asleep
         self._routing_lock = asyncio.Lock()
         self._routes: Routed = {}  # by the name that a request has here
-        self._speculated = NOT_SPECULATED  # as vLLM's process said last
-        self._ask_speculated_at = 0.0
-        self._news: deque[HearSiblings] = deque(
-            maxlen=MAX_NEWS
-        )  # of siblings elsewhere, not yet told to vLLM's process
-        self._telling: asyncio.Task[None] | None = None
-        self._kv_shape = ("", 0, 0)  # of the blocks that move: layout, bytes a token, tokens a block
-        self._leaving = LeavingKv()  # of requests that leave their blocks when they are finished
-        self._texts: dict[int, list[int]] = {}  # of requests that run, where their blocks may be asked for
-        self._brought: dict[
-            int, int
-        ] = {}  # handle -> descriptor of the memory with the blocks that it brought
-        self._letting_go: set[asyncio.Task[None]] = set()  # of such memory, whose requests were aborted
-        self._introduced: set[str] = set()  # groups whose prompt that process was told
+        self._drafts = SiblingDrafts(self._core, layout.vocab_size, on=spec.speculation != "none")
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
-        loop = asyncio.get_running_loop()
-        for process in self._llm.engine_core.resources.engine_manager.processes:
-            # Of our own: vLLM closes the process's sentinel when it notices first, and would leave calls unanswered.
-            pidfd = os.pidfd_open(process.pid)
-            self._cores[pidfd] = process.pid
-            loop.add_reader(pidfd, self._core_died, pidfd)
-        await self._call(
-            self._llm.collective_rpc(
-                "scavenger_hook",
-                CALL_S,
-                (True, self._spec.pace, self._spec.routing, self._spec.speculation == "group"),
-            )
-        )
-        if setup.moves_kv(self._spec, self._host):
-            (self._kv_shape,) = await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
+        self._core.watch()
+        spec = self._spec
+        await self._core.rpc("scavenger_hook", True, spec.pace, spec.routing, spec.speculation == "group")
+        if setup.moves_kv(spec, self._host):
+            await self._blocks.ask_shape()
         await self._divide()
         if self._gpus[0].counts:
-            self._taken = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
+            self._taken = await self._core.rpc("scavenger_bytes_taken")
             self._hold(self._taken)
 
     async def _divide(self) -> None:
         """Ask each rank which parts of the published tensors it keeps; what it keeps is all that it reads, and what it answers for."""
         shapes = {names[0]: self._layout.shapes[names[0]] for names in self._layout.tied}
-        kept = await self._call(self._llm.collective_rpc("scavenger_probe", CALL_S, (shapes,)))
+        kept = await self._core.rpc("scavenger_probe", shapes)
         self._lacking = sorted(name for name in shapes if not any(name in one for one in kept))
         places = {name: [one.get(name, []) for one in kept] for name in shapes}
         self._copies = {name: slices.copies(shape, places[name]) for name, shape in shapes.items()}
         of = {name: slices.shares(shape, places[name]) for name, shape in shapes.items()}
         shares = [{name: each[rank] for name, each in of.items()} for rank in range(len(kept))]
-        await self._call(self._llm.collective_rpc("scavenger_share", CALL_S, (shares,)))
+        await self._core.rpc("scavenger_share", shares)
 
     def info(self) -> EngineInfo:
         spec, cache = self._spec, self._llm.vllm_config.cache_config
@@ -278,10 +232,10 @@ class VllmEngine:
                     found = await self._put_in(version, views, names)
                 except BaseException:  # it does not fit, or the call was cancelled
                     if self._lanes:  # other runs' samples wait for no version of this one
-                        await self._call(self._llm.resume_generation())
+                        await self._core.resume()
                     raise
                 if self._spec.keep_cache or self._lanes:  # no request finds what is cached of older weights
-                    await self._call(self._llm.resume_generation())
+                    await self._core.resume()
                 else:
                     await self._resume_with_clean_cache()
         self._usable = True
@@ -328,12 +282,10 @@ class VllmEngine:
             rows = [tuple(row) for _, *row in memory.table]
             layers = [one.name.removesuffix(".weight") for one in adapters]
             given = list(zip(layers, rows[::2], rows[1::2], strict=True))
-            call = self._llm.collective_rpc(
-                "scavenger_adapt",
-                CALL_S,
-                (memory.paths, given, adapters[0].scale, self._loras, self._numbers()),
+            scale, numbers = adapters[0].scale, self._numbers()
+            taken = sum(
+                await self._core.rpc("scavenger_adapt", memory.paths, given, scale, self._loras, numbers)
             )
-            taken = sum(await self._call(call))
         ranks = self._host.gpus // self._stages
         if taken != len(layers) * ranks:
             cause = f"version {version} has adapters for {len(layers)} layers, and vLLM has a place for {taken / ranks:g} of them"
@@ -353,11 +305,9 @@ class VllmEngine:
         if self._lacking:
             cause = f"vLLM's model has no parameter for {len(self._lacking)} weights, the first is {self._lacking[0]!r}"
             raise EngineError(cause, "docs/engines.md says which models it takes")
-        llm = self._llm
         await self._pause_to_load()
         with await self._in_thread(MemoryFiles, views) as memory:
-            given = (memory.paths, memory.table, memory.merges, version)
-            said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
+            said = await self._core.rpc("scavenger_load", memory.paths, memory.table, memory.merges, version)
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
         self._version, self._held = version, [reply.kept for reply in replies]
@@ -366,17 +316,17 @@ class VllmEngine:
 
     async def _pause_to_load(self) -> None:
         if self._lanes:  # other runs' requests go on behind it
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._core.pause("keep", clear_cache=False)
             return
-        await self._call(self._llm.pause_generation(mode="abort", clear_cache=not self._spec.keep_cache))
+        await self._core.pause("abort", clear_cache=not self._spec.keep_cache)
 
     async def _resume_with_clean_cache(self) -> None:
         """Zero the cache, forget its prefixes, let requests run. What runs is computed again, in other blocks: those of before, which are
         zeroed, are given out no more."""
-        self._texts.clear()
-        await self._call(self._llm.collective_rpc("scavenger_wipe", CALL_S))
-        await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
-        await self._call(self._llm.resume_generation())
+        self._blocks.wiped()
+        await self._core.rpc("scavenger_wipe")
+        await self._core.call(self._llm.reset_prefix_cache(reset_running_requests=True))
+        await self._core.resume()
 
     async def _cleanse(self, name: str) -> None:
         """After a request met NaN, which ends it: the next request that has its cache blocks would meet it too, so they are zeroed before
@@ -385,9 +335,9 @@ class VllmEngine:
         async with self._weights_lock:
             if name not in self._met_nan:
                 return
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._core.pause("keep", clear_cache=False)
             ended, self._met_nan = sorted(self._met_nan), set()
-            await self._call(self._llm.abort(ended))
+            await self._core.call(self._llm.abort(ended))
             await self._resume_with_clean_cache()
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
@@ -434,127 +384,92 @@ class VllmEngine:
                     "only runs of one base model share an engine",
                 )
             try:
-                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                await self._core.pause("keep", clear_cache=False)
                 number = await self._beside_base(lane, adapters)
                 self._serial += 1
                 self._lanes[lane] = LentLane(f"lent-{self._serial}", number, base, self._base_digest)
             except BaseException:  # it does not fit, or the call was cancelled: nothing of it stays
-                if self._fault is None:
+                if self._core.fault is None:
                     await self._drop_others()
                 raise
             finally:  # samples of all other lanes wait for this
-                if self._fault is None:
-                    await self._call(self._llm.resume_generation())
+                if self._core.fault is None:
+                    await self._core.resume()
 
     async def _empty(self, lane: int) -> LentLane | None:
         """End the lane's requests, and take its weights from it; returns what it had. Where requests of it ran, nothing is computed from
         before they end until their cache blocks are zeroed: the next request that has them would read what this run left there."""
         if not self._streams_of(lane):
             return self._lanes.pop(lane, None)
-        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+        await self._core.pause("keep", clear_cache=False)
         try:
             before = self._lanes.pop(lane, None)  # with the requests: none of it begins in between
             await self._end_streams(lane)
         finally:  # samples of all other lanes wait for this
-            if self._fault is None:
+            if self._core.fault is None:
                 await self._resume_with_clean_cache()
         return before
 
     async def _drop_others(self) -> None:
         """Adapters that no request may name."""
-        await self._call(self._llm.collective_rpc("scavenger_drop_adapters", CALL_S, (self._numbers(),)))
+        await self._core.rpc("scavenger_drop_adapters", self._numbers())
 
     async def add_beside(self, lane: int, request: Request) -> None:
         if lane not in self._lanes:
             raise EngineError("the engine holds no weights")
         self._lane_of[request.handle] = lane
         try:
-            await self._begin(request, None)
-        except BaseException:  # refused, or the call was cancelled
+            self._begin(request, None)
+        except BaseException:  # refused
             self._lane_of.pop(request.handle, None)
             raise
 
     async def drop(self, lane: int) -> None:
         async with self._weights_lock:  # behind a load of it that is under way
-            if self._fault is not None:
+            if self._core.fault is not None:
                 self._lanes.pop(lane, None)
                 await self._end_streams(lane)
                 return
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._core.pause("keep", clear_cache=False)
             try:
                 self._lanes.pop(lane, None)
                 await self._end_streams(lane)
                 await self._drop_others()
             finally:  # samples of all other lanes wait for this
-                if self._fault is None:
+                if self._core.fault is None:
                     await self._resume_with_clean_cache()
 
     # ------------------------------------------------------------ requests
 
     def kv_layout(self) -> str:
-        return self._kv_shape[0]
+        return self._blocks.layout
 
     def kv_tokens(self, tokens: int) -> int:
-        block = self._kv_shape[2]
-        return tokens // block * block if block else 0
+        return self._blocks.whole(tokens)
 
     def kv_token_nbytes(self) -> int:
-        return self._kv_shape[1]
+        return self._blocks.token_nbytes
 
     async def take_kv(self, handle: int, tokens: int) -> Kv | None:
-        stream, count, known = self._streams.get(handle), self.kv_tokens(tokens), self._texts.get(handle)
-        if self._leaving.has(handle):
-            return await self._leaving.take(
-                handle, count, count * self.kv_token_nbytes(), self._between_passes
-            )
-        if stream is None or known is None or not 0 < count <= len(known):
-            return None
-        nbytes = count * self.kv_token_nbytes()
-        fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, nbytes)
-            path = f"/proc/{os.getpid()}/fd/{fd}"
-            (taken,) = await self._call(
-                self._llm.collective_rpc("scavenger_take_kv", CALL_S, (stream.get_name(), count, path))
-            )
-            # A mapping keeps the memory when its descriptor is closed.
-            return Kv(tuple(known[:count]), memoryview(mmap.mmap(fd, nbytes))) if taken else None
-        finally:
-            os.close(fd)
-
-    async def _between_passes(self) -> None:
-        """Once vLLM's process is between two passes."""
-        await self._call(self._llm.collective_rpc("scavenger_kv_shape", CALL_S))
+        stream = self._streams.get(handle)
+        return await self._blocks.take(handle, None if stream is None else stream.get_name(), tokens)
 
     async def add_with_kv(self, request: Request, kv: Kv) -> None:
-        fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, kv.data.nbytes)
-            setup.write_at(fd, kv.data, 0)
-            await self._begin(request, {"path": f"/proc/{os.getpid()}/fd/{fd}", "tokens": len(kv.tokens)})
-        except BaseException:  # a cancelled call too: no request has the descriptor, and none would close it
-            os.close(fd)
-            raise
-        self._brought[request.handle] = fd
+        self._begin(request, kv)
 
     async def add(self, request: Request) -> None:
-        await self._begin(request, None)
+        self._begin(request, None)
 
-    async def _begin(self, request: Request, brought: dict[str, Any] | None) -> None:
-        """`brought`: where vLLM's connector finds the entries of its first tokens."""
+    def _begin(self, request: Request, brings: Kv | None) -> None:
         # What another run has in its lane is there while this run's own version is replaced.
         if self._asleep or not (self._usable or request.handle in self._lane_of):
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
-        params = _params(request)
-        blocks = dict(brought or {})
-        if self._kv_shape[2]:
-            self._texts[request.handle] = [*request.prompt, *request.accepted]
-            if request.leaves_kv and request.handle not in self._lane_of:
-                blocks |= self._leaving.ask(request.handle)
-        if blocks:
-            params.extra_args = {"kv_transfer_params": blocks}
+        params = params_of(request)
+        told = self._blocks.begins(request, brings, leaves=request.handle not in self._lane_of)
+        if told:
+            params.extra_args = {"kv_transfer_params": told}
         self._serial += 1
         drafts = self._spec.speculation != "none"
         name = request_name(self._serial, request.key, request.prompt) if drafts else str(self._serial)
@@ -567,15 +482,15 @@ class VllmEngine:
         for handle in gone & self._streams.keys():
             self._streams.pop(handle).cancel()
             self._lane_of.pop(handle, None)
-        self._leaving.drop(gone)
+        self._blocks.drop(gone)
         self._ready = [delta for delta in self._ready if delta.handle not in gone]
-        if not self._ready and self._fault is None:
+        if not self._ready and self._core.fault is None:
             self._work.clear()
 
     async def next(self) -> list[Delta]:
         while True:
-            if self._fault is not None:
-                raise self._fault
+            if self._core.fault is not None:
+                raise self._core.fault
             if self._ready:
                 ready, self._ready = self._ready, []
                 self._work.clear()
@@ -603,13 +518,14 @@ class VllmEngine:
         first = -position if lane is None else BEHIND - position
         made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=first)
         async for output in made:
-            delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
+            delta = delta_of(
+                request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column
+            )
             if delta is None:
                 continue
-            if (fd := self._brought.pop(request.handle, None)) is not None:
-                os.close(fd)  # they are in vLLM's cache, or were computed: it opens them once
+            self._blocks.were_read(request.handle)
             if delta.error is not None:
-                self._texts.pop(request.handle, None)  # nor until then: another engine would meet NaN too
+                self._blocks.spoiled(request.handle)  # nor until then: another engine would meet NaN too
                 try:
                     await asyncio.shield(self._cleanse(name))
                 except asyncio.CancelledError:
@@ -619,16 +535,14 @@ class VllmEngine:
                 given = len(request.prompt) + position  # each token's row is of the position before it
                 delta = replace(delta, routing=await self._routed(name, given - 1, len(delta.token_ids)))
             position += len(delta.token_ids)
-            if request.handle in self._texts:
-                self._texts[request.handle] += delta.token_ids
+            self._blocks.wrote(request.handle, delta.token_ids)
             if delta.error or delta.finish:
-                text = () if delta.error else self._texts.get(request.handle, ())
-                self._leaving.finished(request.handle, text)
+                self._blocks.finished(request.handle)
             self._made += 1
             self._ready.append(delta)
             self._work.set()
             if delta.error or delta.finish:
-                await self._note_speculated()
+                await self._drafts.ask()
                 return
 
     def _salt(self, request: Request) -> str:
@@ -640,21 +554,12 @@ class VllmEngine:
         begun = request.begun_version
         return f"{where}/{self._version}" if begun < 0 else f"{where}/begun/{begun}"
 
-    async def _note_speculated(self) -> None:
-        """Ask vLLM's process what speculation did, once in a while."""
-        now = asyncio.get_running_loop().time()
-        if self._spec.speculation == "none" or now < self._ask_speculated_at:
-            return
-        self._ask_speculated_at = now + ASK_SPECULATED_S
-        (told, *_) = await self._call(self._llm.collective_rpc("scavenger_speculated", CALL_S))
-        self._speculated = Speculated(*told)
-
     async def _routed(self, name: str, first: int, count: int) -> bytes:
         """Which experts so many tokens of a request went to, from a position on. Raises `EngineError` where vLLM does not say."""
         wanted = range(first, first + count)
         async with self._routing_lock:
             if not all(position in self._routes.get(name, {}) for position in wanted):
-                (found, *_) = await self._call(self._llm.collective_rpc("scavenger_routing", CALL_S))
+                (found, *_) = await self._core.rpc("scavenger_routing")
                 for request, rows in found.items():
                     # vLLM appends letters of its own to a request's name.
                     self._routes.setdefault(request.partition("-")[0], {}).update(rows)
@@ -671,26 +576,11 @@ class VllmEngine:
         if self._streams.get(handle) is task:
             del self._streams[handle]
             self._lane_of.pop(handle, None)
-        self._texts.pop(handle, None)
-        if (fd := self._brought.pop(handle, None)) is not None and not task.cancelled():
-            os.close(fd)
-        elif fd is not None:
-            letting_go = asyncio.create_task(self._let_go(fd))
-            self._letting_go.add(letting_go)
-            letting_go.add_done_callback(self._letting_go.discard)
+        self._blocks.ended(handle, aborted=task.cancelled())
         self._routes.pop(task.get_name(), None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(_died(error))
-
-    async def _let_go(self, fd: int) -> None:
-        """Of an aborted request, which vLLM may have scheduled and not begun. A call is answered behind the abort, and then nothing opens
-        the memory any more: closed before, its path would name nothing, or another request's blocks."""
-        try:
-            with contextlib.suppress(EngineError):  # it died: whoever reads next hears of that
-                await self._between_passes()
-        finally:
-            os.close(fd)
+            self._core.fail(failed(error))
 
     async def _end_streams(self, lane: int | None = None) -> None:
         """Of this lane; None: of all. Tokens of a lane's requests that have ended may still be fetched."""
@@ -698,7 +588,7 @@ class VllmEngine:
         await self.abort(streams)
         await asyncio.gather(*streams.values(), return_exceptions=True)
         if lane in (None, OWN):
-            self._leaving.drop_all()  # of the run's own, finished ones among them: no other lane's are left
+            self._blocks.drop_left()  # of the run's own, finished ones among them: no other lane's are left
         if lane is None:
             self._ready.clear()
 
@@ -715,7 +605,7 @@ class VllmEngine:
         await self._end_streams()
         self._asleep = True
         async with self._weights_lock:
-            await self._call(self._llm.sleep(level=1))
+            await self._core.call(self._llm.sleep(level=1))
         self._hold([dict.fromkeys(taken, 0) for taken in self._taken])
 
     def _hold(self, taken: Sequence[Mapping[str, int]]) -> None:
@@ -731,20 +621,20 @@ class VllmEngine:
         self._hold(self._taken)
         pending, self._pending = self._pending, None
         if pending is None:
-            await self._call(self._llm.wake_up())
+            await self._core.call(self._llm.wake_up())
             await self._find_again()
             if self._lora is not None:
                 await self._adapt(self._version, self._adapters)  # from host memory: they were elsewhere too
         else:
             # First the weights alone: the cache's memory is not needed while they are replaced.
-            await self._call(self._llm.wake_up(["weights"]))
+            await self._core.call(self._llm.wake_up(["weights"]))
             version, views, names, due = pending
             if await self._put_in(version, views, names) != due and due:
                 raise EngineError(
                     f"version {version} was merged once more, and came out otherwise",
                     "suspect the node's memory",
                 )
-            await self._call(self._llm.wake_up(["kv_cache"]))
+            await self._core.call(self._llm.wake_up(["kv_cache"]))
         await self._resume_with_clean_cache()  # what the trainer left in that memory is in the cache's now
         self._asleep = False
 
@@ -752,7 +642,7 @@ class VllmEngine:
         """Raises `WeightsDiffer` unless each rank holds what it did when its version was verified: it was elsewhere meanwhile."""
         if not self._held:
             return  # nothing was loaded, and nothing is generated
-        found = await self._call(self._llm.collective_rpc("scavenger_held", CALL_S))
+        found = await self._core.rpc("scavenger_held")
         if not all(
             checksum.same(_sums(now), _sums(then)) for now, then in zip(found, self._held, strict=True)
         ):
@@ -762,24 +652,22 @@ class VllmEngine:
     async def bytes_held(self) -> Sequence[int]:
         if self._gpus[0].counts:
             return [gpu.own() for gpu in self._gpus]
-        found: list[int] = await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S))
+        found: list[int] = await self._core.rpc("scavenger_bytes_held")
         return found
 
     async def forget(self, run: str) -> None:
         await self._end_streams()
-        if self._telling is not None:
-            self._telling.cancel()  # what it still tells is of the run's samples
-            await asyncio.gather(self._telling, return_exceptions=True)
-        await asyncio.gather(*self._letting_go, return_exceptions=True)
+        await self._drafts.stop()  # what is still to be told is of the run's samples
+        await self._blocks.settled()
         if self._asleep:
-            await self._call(self._llm.wake_up())
+            await self._core.call(self._llm.wake_up())
         self._usable, self._asleep, self._pending = False, False, None
         async with self._weights_lock:
-            await self._call(self._llm.pause_generation(mode="abort", clear_cache=True))
+            await self._core.pause("abort", clear_cache=True)
             shapes = {names[0]: self._layout.shapes[names[0]] for names in self._layout.tied}
             speculates = self._spec.speculation == "group"
-            await self._call(self._llm.collective_rpc("scavenger_forget", CALL_S, (shapes, speculates)))
-            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+            await self._core.rpc("scavenger_forget", shapes, speculates)
+            await self._core.call(self._llm.reset_prefix_cache(reset_running_requests=True))
         self._drop_all(run)
 
     def _drop_all(self, run: str) -> None:
@@ -789,100 +677,36 @@ class VllmEngine:
         self._base, self._base_digest, self._adapters, self._lora = None, b"", (), None
         self._lanes.clear()
         self._lane_of.clear()
-        self._ready, self._made, self._speculated = [], 0, NOT_SPECULATED
+        self._ready, self._made = [], 0
+        self._drafts.forget()
         self._work.clear()
         self._routes = {}
-        self._texts.clear()
-        self._news.clear()
-        self._introduced.clear()
+        self._blocks.wiped()
 
     def progress(self) -> int:
         return self._made
 
     def speculated(self) -> Speculated:
-        return self._speculated
+        return self._drafts.speculated
 
     async def hear(self, news: HearSiblings) -> None:
-        if self._spec.speculation == "none":
-            return
-        self._news.append(news)
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell())
-
-    async def _tell(self) -> None:
-        """Beside the requests, none of which waits for it. A dead core is noticed by them."""
-        with contextlib.suppress(EngineError):
-            while self._news:
-                said, over = self._named(self._news.popleft())
-                await self._call(self._llm.collective_rpc("scavenger_hear", CALL_S, (said, over)))
-
-    def _named(self, news: HearSiblings) -> tuple[list[Heard], list[str]]:
-        said: list[Heard] = []
-        for one in news.said:
-            # A draft goes through the model before it is verified: it must be of this vocabulary.
-            if one.token_ids and min(one.token_ids) >= 0 and max(one.token_ids) < self._layout.vocab_size:
-                name = group_name(one.group.key, one.group.prompt)
-                prompt = None if name in self._introduced else one.group.prompt
-                self._introduced.add(name)
-                said.append((name, prompt, one.index, one.offset, one.token_ids))
-        over = [group_name(group.key, group.prompt) for group in news.over]
-        self._introduced.difference_update(over)
-        return said, over
+        self._drafts.hear(news)
 
     async def close(self) -> None:
-        self._fail(EngineError("the engine is closed"))
-        loop = asyncio.get_running_loop()
-        for pidfd, pid in self._cores.items():
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._cores.clear()
+        self._core.fail(EngineError("the engine is closed"))
+        self._core.kill()
         for stream in self._streams.values():
             stream.cancel()
-        self._leaving.drop_all()
-        if self._telling is not None:
-            self._telling.cancel()
+        self._blocks.drop_left()
+        self._drafts.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(RuntimeError):  # closed twice
-            await loop.run_in_executor(self._executor, self._shut_down)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._shut_down)
         self._executor.shutdown(wait=False)
 
     def _shut_down(self) -> None:
         """vLLM's own tidying up, of processes that are dead already."""
         self._llm.shutdown(timeout=0)
-
-    def _core_died(self, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        pid = self._cores.pop(pidfd)
-        self._fail(
-            EngineError(
-                f"vLLM's core (process {pid}) ended by itself", "its last words are in the worker's log"
-            )
-        )
-
-    def _fail(self, error: EngineError) -> None:
-        if self._fault is None:
-            self._fault = error
-        self._faulted.set()
-        self._work.set()
-
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """A call to the core. What it raises means that the engine cannot go on; so does the core's death, after which none is answered."""
-        answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self._faulted.wait())
-        try:
-            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
-            if self._fault is not None:
-                raise self._fault
-            return await answer
-        except EngineError:
-            raise
-        except Exception as error:
-            raise _died(error) from error
-        finally:
-            answer.cancel()
-            death.cancel()
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function, *args)
@@ -893,14 +717,6 @@ def _gpu_nbytes() -> int:
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else 0
-
-
-def _died(error: BaseException) -> EngineError:
-    return (
-        error
-        if isinstance(error, EngineError)
-        else EngineError(f"vLLM failed: {describe(error)}", quoted=str(error))
-    )
 
 
 def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
@@ -914,69 +730,3 @@ def _added(answers: Iterable[dict[str, Any]]) -> dict[str, Sum]:
         for name, of in _sums(answer).items():
             found[name] = found.get(name, NOTHING) + of
     return found
-
-
-def _params(request: Request) -> Any:
-    """vLLM's sampling parameters of what is left of a sample. Budgets are less what is accepted; the seed is the lease's own.
-
-    Raises `EngineError` for those that vLLM does not take.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    how, accepted = request.sampling, len(request.accepted)
-    least = max(0, how.min_tokens - accepted)
-    # Where nothing is scaled, cut or forbidden the sampling distribution is the model's, and one logprob is both.
-    plain = how.top_p == 1 and how.top_k == 0 and least == 0 and how.temperature in (0, 1)
-    try:
-        return SamplingParams(
-            n=1,
-            temperature=how.temperature,
-            top_p=how.top_p if how.temperature > 0 else 1.0,
-            top_k=how.top_k if how.temperature > 0 else 0,
-            seed=lease_seed(request.seed, request.key, accepted),
-            max_tokens=request.max_new_tokens,
-            min_tokens=min(least, request.max_new_tokens),
-            stop_token_ids=list(how.stop_token_ids),
-            ignore_eos=True,  # what ends a sample is the run's list, not the config's
-            logprobs=0 if plain else 1,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-    except Exception as error:  # of whatever type this release of vLLM refuses them with
-        raise EngineError(
-            f"vLLM does not take temperature {how.temperature}, top_p {how.top_p}, top_k {how.top_k}: {describe(error)}",
-            "temperature must be 0 to 2, top_p above 0",
-            quoted=str(error),
-        ) from error
-
-
-def _delta(handle: int, answer: Any, position: int, *, greedy: bool, raw_column: bool) -> Delta | None:
-    """What a chunk of vLLM's output says; None when nothing. A logprob that is not finite ends the request there."""
-    ids, found = answer.token_ids, answer.logprobs
-    finish = answer.finish_reason
-    if finish == "abort":
-        return None  # by us: no consumer is left
-    if finish is not None and finish not in ("stop", "length"):
-        return Delta(handle, (), (), (), error=f"vLLM ended the request: {finish}")
-    if not ids:
-        return Delta(handle, (), (), (), finish) if finish else None
-    width = 2 if raw_column else 1
-    used = found.logprobs[::width]
-    raw = found.logprobs[1::2] if raw_column else used
-    bad = next(
-        (
-            i
-            for i, (x, y) in enumerate(zip(used, raw, strict=True))
-            if not (math.isfinite(x) and math.isfinite(y))
-        ),
-        None,
-    )
-    if bad is not None:
-        return Delta(
-            handle, (), (), (), error=f"the logits at answer position {position + bad} are not finite"
-        )
-    if greedy:
-        used = [0.0] * len(ids)  # certain of the arg max
-    return Delta(handle, tuple(ids), tuple(used), tuple(raw), finish)
