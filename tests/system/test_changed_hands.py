@@ -153,4 +153,4 @@ def test_each_run_has_the_result_that_it_has_alone(
         found = {name: play.result_of(site.ledger_url, name) for name in SEEDS}
     for name, result in found.items():
         steps = max(result.steps)
-        assert result.until(steps) == alone(model[name], tmp_path / f"alone-{name}", name, steps)
+        assert result.until(steps) == alone(model[name], tmp_path / name, name, steps)
