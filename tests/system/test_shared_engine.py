@@ -124,4 +124,4 @@ def test_samples_of_two_runs_in_one_engine_and_its_death_in_between(
         found = {name: play.result_of(site.ledger_url, name) for name in SEEDS}
     for name, result in found.items():
         steps = max(result.steps)
-        assert result.until(steps) == alone(small_model, tmp_path / f"alone-{name}", name, steps)
+        assert result.until(steps) == alone(small_model, tmp_path / name, name, steps)
