@@ -68,10 +68,10 @@ def watched(pids: Iterable[int]) -> Iterator[list[int]]:
 async def gone(pidfds: Sequence[int], within_s: float) -> bool:
     """Wait until these processes have ended, for so long at most; returns whether they have."""
     loop, ended = asyncio.get_running_loop(), list[asyncio.Event]()
-    for pidfd in pidfds:
-        ended.append(asyncio.Event())
-        loop.add_reader(pidfd, ended[-1].set)
     try:
+        for pidfd in pidfds:
+            ended.append(asyncio.Event())
+            loop.add_reader(pidfd, _ended, pidfd, ended[-1])
         async with asyncio.timeout(within_s):
             for one in ended:
                 await one.wait()
@@ -81,3 +81,9 @@ async def gone(pidfds: Sequence[int], within_s: float) -> bool:
         for pidfd in pidfds:
             loop.remove_reader(pidfd)
     return True
+
+
+def _ended(pidfd: int, event: asyncio.Event) -> None:
+    """Once: a pidfd stays readable, and the loop would do nothing else while the others are waited for."""
+    asyncio.get_running_loop().remove_reader(pidfd)
+    event.set()

@@ -159,6 +159,31 @@ def test_a_process_that_holds_a_gpu_is_found_and_waited_for(device: Path) -> Non
         asyncio.run(main(child))
 
 
+def test_one_that_has_ended_does_not_keep_the_loop_busy_while_another_is_waited_for(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, told = list[int](), processes._ended
+
+    def counted(pidfd: int, event: asyncio.Event) -> None:
+        heard.append(pidfd)
+        told(pidfd, event)
+
+    async def main(first: subprocess.Popen[bytes], other: subprocess.Popen[bytes]) -> None:
+        with processes.watched([first.pid, other.pid]) as held:
+            waiting = asyncio.create_task(processes.gone(held, 60.0))
+            first.kill()
+            for _ in range(1000):  # passes of the loop behind the first one's end
+                await asyncio.sleep(0 if heard else 0.01)
+            assert heard == held[:1]
+            other.kill()
+            assert await waiting
+            assert heard == held
+
+    monkeypatch.setattr(processes, "_ended", counted)
+    with holds(device) as first, holds(device) as other:
+        asyncio.run(main(first, other))
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_no_engine_is_built_beside_one_whose_processes_hold_the_gpu(
     tmp_path: Path, device: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
