@@ -165,13 +165,16 @@ def test_either_worker_may_be_lost_without_the_other_s_samples(gone: str) -> Non
     assert bench.take(FIRST, Revoke) == []
 
 
-@pytest.mark.parametrize("lends", ["ordered", "until its heartbeat says so", "no more"])
+@pytest.mark.parametrize(
+    "lends", ["ordered", "over before a heartbeat", "until its heartbeat says so", "no more"]
+)
 def test_what_ends_an_engine_while_it_lends_is_not_held_against_the_lender_s_samples(lends: str) -> None:
     bench = Lending()
     bench.borrow()
     lent = lends != "no more"
-    if lends != "ordered":
+    if lends in ("until its heartbeat says so", "no more"):
         bench.beat("key-lent")
+    if lends != "ordered":
         bench.handle(OVER)
     if not lent:
         bench.beat("")

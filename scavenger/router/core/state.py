@@ -1021,7 +1021,8 @@ class Worker:
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     departure: Departure = field(default_factory=Departure)
     loan: LendSlots = NO_LOAN  # of slots of its engine to another run, as it was last told
-    lends: str = ""  # the borrower's public key, as the last heartbeat had it
+    #: The borrower's public key, as the last heartbeat had it, or the order that a newer one took the place of.
+    lends: str = ""
     backlog: SiblingBacklog = field(default_factory=SiblingBacklog)  # of tokens for drafts: see `siblings`
     cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted

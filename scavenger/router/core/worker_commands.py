@@ -415,6 +415,7 @@ def hand_over(core: Core, worker: Worker, public_key: str, reason: str) -> None:
 def lend(core: Core, worker: Worker, order: LendSlots) -> None:
     """Tell a worker of a loan of slots of its engine; heartbeats say whether the order came."""
     if worker.status not in LEAVING and not worker.bounded:
+        worker.lends = worker.loan.public_key or worker.lends  # until a heartbeat says otherwise
         worker.loan = order
         core.send_durable(worker.conn, order)
 
