@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scavenger.cluster.model import JobState
+from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.decide import decide as decide_module
 from scavenger.harvest.decide.actions import (
     BlackoutTime,
@@ -191,6 +191,26 @@ def test_who_may_not_change_to_another_model(
     found = decided(mine, [giver, taker], limits)
     assert changes(found) == []
     assert why in why_not(found)
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize(("left_s", "goes"), [(131.0, True), (130.0, False)])
+def test_no_engine_is_built_that_leaves_before_it_is_ready(left_s: float, goes: bool, reserved: bool) -> None:
+    """It takes 30 s, and engines drain 100 s before their end."""
+    limits = with_rules(MEASURED)
+    limits = replace(limits, job=replace(limits.job, drain_before_s=100.0))
+    limits = replace(limits, yielding=replace(limits.yielding, horizon_s=0.0))
+    mine = of_run(1)
+    jobs = [listed(mine, end_time=NOW + (9000.0 if reserved else left_s))]
+    seen = view(NOW, jobs, [node("node1", 1, gpus=1)])
+    if reserved:
+        booking = Reservation("maintenance", frozenset({"node1"}), NOW + left_s, NOW + 9000.0)
+        seen = replace(seen, reservations=(booking,))
+    found = decide(seen, [wants(0, 1), other()], [mine], limits, NOW)
+    assert len(changes(found)) == goes
+    if not goes:
+        says = "a reservation begins on node1 in 130 s" if reserved else "its time limit comes in 130 s"
+        assert why_not(found).endswith(says)
 
 
 def test_an_engine_of_another_size_goes_on_for_no_other_model() -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from scavenger.harvest.decide.actions import ChangeHands, DrainAllocated, HandsRules, HarvestCode, OurJob
 from scavenger.harvest.decide.drain import Drain
-from scavenger.harvest.decide.free_capacity import nodes_of
+from scavenger.harvest.decide.free_capacity import begins, nodes_of
 from scavenger.harvest.decide.start import StartFacts, blackout_near, by_turn
 from scavenger.policy.fleet_size import Demand
 
@@ -203,7 +203,7 @@ def _obstacle(
     if mine is None or not mine.hands or not want.hands:
         return "one of the two runs keeps its processes for itself (run.isolation), or is not open"
     if mine.hands != want.hands:
-        if why := _no_build(mine, want, facts, rules):
+        if why := _no_build(job, mine, want, facts, rules):
             return f"{ANOTHER}: {why}"
     elif slower(rules, want.run_id):
         return predicted(rules, want.run_id)
@@ -221,8 +221,8 @@ def _obstacle(
     return "" if on_nodes_of(want.owner, job.node, facts) else "its owner may not use this node"
 
 
-def _no_build(mine: Demand, want: Demand, facts: StartFacts, rules: HandsRules) -> str:
-    """Why no engine of run `mine` is built anew for run `want`."""
+def _no_build(job: OurJob, mine: Demand, want: Demand, facts: StartFacts, rules: HandsRules) -> str:
+    """Why this engine of run `mine` is not built anew for run `want`."""
     if not rules.models:
         return "harvest.change_models is off"
     if mine.engine != want.engine:
@@ -231,7 +231,21 @@ def _no_build(mine: Demand, want: Demand, facts: StartFacts, rules: HandsRules) 
         return why
     if not build_is_sooner(rules, want.run_id):
         return predicted_build(rules, want.run_id)
-    return blackout_near(facts.limits, facts.now)
+    return blackout_near(facts.limits, facts.now) or _leaves_before(
+        job, build_s(rules, want.run_id) or 0.0, facts
+    )
+
+
+def _leaves_before(job: OurJob, ready_s: float, facts: StartFacts) -> str:
+    """Why an engine leaves before it is ready for another run in so many seconds: it would be built for nothing. "" where it stays."""
+    now, limits = facts.now, facts.limits
+    listed = facts.queue.ours.get(job.job_id)
+    before_s = ready_s + limits.job.drain_before_s
+    ends_s = listed.end_time - now if listed is not None and listed.end_time > 0 else float("inf")
+    if ends_s <= before_s:
+        return f"its time limit comes in {max(0.0, ends_s):.0f} s"
+    begins_s = begins(facts.view, now).get(job.node, float("inf")) - now
+    return f"a reservation begins on {job.node} in {max(0.0, begins_s):.0f} s" if begins_s <= before_s else ""
 
 
 def on_nodes_of(owner: str, node: str, facts: StartFacts) -> bool:
