@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -28,7 +29,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.protocol.worker import events as ev
 from scavenger.router.core.events import IntentRevoked, PeerIdentity, SlotsLent
-from scavenger.router.core.state import Sample
+from scavenger.router.core.state import Sample, Worker
 from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.engines import SimWorker, finish_at, payload
@@ -42,6 +43,8 @@ CLUSTER = "north"
 ENCRYPTED = ("r", "p")
 #: What an engine says of a sample that another run's engine has: who has a key of one run, and knows or guesses the rest.
 SAID = ("next tokens", "tokens again", "a heartbeat with it", "it gives it back", "it failed")
+#: Heartbeats after which an engine knows which loan is ordered: with the first one the daemon hears of it, and its order comes by the next.
+HEARD = 3
 
 
 class Fleet(World):
@@ -200,14 +203,24 @@ class Fleet(World):
                 self.workers[name], self.borrowers[lender.name] = made, name
                 made.feed(ev.Bounded(order.slots))
 
+    def _all_serve(self) -> bool:
+        """Nor does an engine that lends what this daemon did not order have to hear of it, which heartbeats tell."""
+        return super()._all_serve() and not any(
+            has != due and found.heartbeat.acks < HEARD for _, found, has, due in self._orders()
+        )
+
     def _audit(self) -> None:
         super()._audit()
+        for worker, _, has, due in self._orders():
+            assert has == due, f"engine {worker.name} knows of loan {has!r}, and was told of {due!r}"
+
+    def _orders(self) -> Iterator[tuple[SimWorker, Worker, str, str]]:
+        """Each engine that is ready, here and as the daemon has it, with the loan that it knows of, and the one that it was told of."""
         known = {worker.process.session: worker for worker in self.daemon.router.core.workers.values()}
         for worker in self.workers.values():
             found = known.get(worker.identity.session)
             if found is not None and found.status is WorkerStatus.READY:
-                has, due = worker.session.work.lends, found.loan.public_key
-                assert has == due, f"engine {worker.name} knows of loan {has!r}, and was told of {due!r}"
+                yield worker, found, worker.session.work.lends, found.loan.public_key
 
     # ---- what must hold
 
