@@ -51,13 +51,14 @@ from scavenger.harvest.decide.actions import (
     HarvestDecision,
     HarvestLimits,
     Loan,
+    LoanPair,
     LoanPause,
     Release,
     Submit,
 )
 from scavenger.harvest.decide.environments import EnvironmentDecision, EnvironmentLimits, decide_environments
 from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
-from scavenger.harvest.decide.lending import BARRED_S, LEAVES_S, lent
+from scavenger.harvest.decide.lending import BARRED_S, LEAVES_S, ended, lent
 from scavenger.harvest.track.intents import ENGINE, ENVIRONMENT
 from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
@@ -198,7 +199,7 @@ class HarvestSession:
         self._loans: dict[str, Loan] = {}  # of slots, by the intent of the engine's job
         self._dropped: dict[str, Loan] = {}  # that were over since the last view
         self._barred: dict[tuple[str, int], float] = {}  # (its intent, run): until when nothing is lent again
-        self._paused: dict[tuple[int, int], LoanPause] = {}  # by lender's and borrower's run
+        self._paused: dict[LoanPair, LoanPause] = {}  # by `Loan.pair`
 
     def restore(
         self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
@@ -466,8 +467,10 @@ class HarvestSession:
             return (yield Report([event])).now
         lender = self.tracker.intents[action.intent_id]
         lender.lent_to = action.run
+        of = lender.intended.run_id
+        owners = self._owners.get(of, ""), self._owners.get(action.run_id, "")
         self._loans[action.intent_id] = Loan(
-            action.run_id, action.run, action.slots, outcome.now, lender=lender.intended.run_id
+            action.run_id, action.run, action.slots, outcome.now, lender=of, owners=owners
         )
         order = SlotsLent(action.intent_id, public_key, action.run, action.slots, action.reason)
         return (yield Report([], [order])).now
@@ -479,9 +482,9 @@ class HarvestSession:
             return Report([])
         self._loans[action.intent_id] = replace(loan, ended_at=now)
         if action.short:
-            self._paused[loan.runs] = LoanPause(action.short, now + action.pause_s)
+            self._paused[loan.pair] = LoanPause(action.short, now + action.pause_s)
         else:
-            self._paused.pop(loan.runs, None)
+            self._paused.pop(loan.pair, None)
         if action.came_to_nothing:
             self._barred[action.intent_id, loan.run_id] = now + BARRED_S
         leaves = IntentRevoked(lent(action.intent_id), action.reason)
@@ -493,7 +496,9 @@ class HarvestSession:
         for intent_id, loan in sorted(self._loans.items()):
             if not loan.ended_at and loan.run_id not in open_runs:
                 why = f"run {loan.run}, to which {loan.slots} slots were lent, is not open"
-                now = (yield self._end_loan(EndLoan(intent_id, why), "{}", now)).now
+                before = self._paused.get(loan.pair)
+                end = ended(intent_id, loan, why, before, now, came_to_nothing=False)
+                now = (yield self._end_loan(end, "{}", now)).now
         yield from self._drop_loans(now)
 
     def _drop_loans(self, now: float) -> Procedure[None]:
@@ -505,7 +510,7 @@ class HarvestSession:
                 yield DropKey(lent(intent_id))
                 yield Report([], [SlotsLent(intent_id, "", "", 0, "the loan is over")])
         self._barred = {key: until for key, until in self._barred.items() if until > now}
-        # What is held against two runs is forgotten when they had time for a loan that is not short.
+        # What is held against a pair is forgotten when it had time for a loan that is not short.
         self._paused = {pair: one for pair, one in self._paused.items() if now < one.until + BARRED_S}
 
     def _forget_dropped(self) -> None:
@@ -521,9 +526,9 @@ class HarvestSession:
         for one in gone:
             loan = self._loans.get(one.intent_id) or self._dropped.get(one.intent_id)
             if one.crashed and loan is not None:
-                # Its samples may have killed the engine, for which no node is blamed: so the two runs wait.
-                before = self._paused.get(loan.runs)
-                self._paused[loan.runs] = LoanPause(1 + (before.short if before else 0), now + BARRED_S)
+                # Its samples may have killed the engine, for which no node is blamed: so these two wait.
+                before = self._paused.get(loan.pair)
+                self._paused[loan.pair] = LoanPause(1 + (before.short if before else 0), now + BARRED_S)
         mine = [one for one in gone if self._takes_borrower_along(one.intent_id, now)]
         return [replace(one, intent_id=lent(one.intent_id), crashed=False) for one in mine]
 

@@ -18,6 +18,7 @@ from scavenger.harvest.decide.actions import (
     HarvestCode,
     LendingRules,
     Loan,
+    LoanPair,
     LoanPause,
     OurJob,
     OwnerRule,
@@ -187,39 +188,44 @@ def test_until_then_it_lasts(demand: list[Demand], rules: LendingRules) -> None:
     assert decided([of_run(1)], demand, rules) == []
 
 
-def test_loans_that_are_over_soon_again_and_again_make_their_two_runs_wait_and_no_other() -> None:
+TWO = ("owner1", "owner2")
+
+
+def test_loans_that_are_over_soon_again_and_again_make_their_two_owners_wait_and_no_other() -> None:
     demand = [run(1, queued=12), run(2, queued=5)]
     waited = []
     pause: LoanPause | None = None
     for _ in range(6):
         rules = lending(NOW - SHORT_S + 1)
-        loan = replace(rules.loans[IT], lender=1)
-        rules = replace(rules, loans={IT: loan}, paused={loan.runs: pause} if pause else {})
+        loan = replace(rules.loans[IT], lender=1, owners=TWO)
+        rules = replace(rules, loans={IT: loan}, paused={loan.pair: pause} if pause else {})
         (found,) = decided([of_run(1)], demand, rules)
         assert isinstance(found, EndLoan)
         pause = LoanPause(found.short, NOW + found.pause_s)
         waited.append(found.pause_s)
-        assert ("loans of these two runs in a row" in found.reason) == (found.pause_s > 0)
+        assert ("loans of these two owners in a row" in found.reason) == (found.pause_s > 0)
     assert waited == [0, 60, 120, 240, 480, BARRED_S]
     assert pause is not None
     assert (
-        f"6 loans of these two runs in a row were over within 120 s or came to nothing: none for {BARRED_S:g} s"
+        f"6 loans of these two owners in a row were over within 120 s or came to nothing: none for {BARRED_S:g} s"
         in (found.reason)
     )
-    rules = replace(RULES, paused={(1, 2): pause})
+    rules = replace(RULES, paused={TWO: pause})
     assert decided([of_run(1)], [run(1), run(2, queued=5)], rules) == []
     for other in ([run(1), run(3, queued=5)], [run(2, queued=5), run(3)]):
         lender = of_run(1, other[0].run_id) if not other[0].queued else of_run(1, 3)
         (lends,) = decided([lender], other, rules)
         assert isinstance(lends, BeginLoan)
-    over = replace(RULES, paused={(1, 2): LoanPause(6, NOW)})
+    again = [run(1), run(7, owner="owner2", queued=5)]
+    assert decided([of_run(1)], again, rules) == [], "another run of the same owner has not waited"
+    over = replace(RULES, paused={TWO: LoanPause(6, NOW)})
     assert len(decided([of_run(1)], [run(1), run(2, queued=5)], over)) == 1
 
 
 def test_a_loan_that_lasted_makes_its_runs_wait_for_nothing_and_is_held_against_none() -> None:
     rules = lending(NOW - SHORT_S)
-    loan = replace(rules.loans[IT], lender=1)
-    rules = replace(rules, loans={IT: loan}, paused={loan.runs: LoanPause(5, NOW - 1)})
+    loan = replace(rules.loans[IT], lender=1, owners=TWO)
+    rules = replace(rules, loans={IT: loan}, paused={loan.pair: LoanPause(5, NOW - 1)})
     (found,) = decided([of_run(1)], [run(1, queued=12), run(2, queued=5)], rules)
     assert isinstance(found, EndLoan)
     assert (found.short, found.pause_s) == (0, 0.0)
@@ -338,6 +344,38 @@ def test_a_loan_to_a_run_that_is_not_open_any_more_ends_and_is_dropped_without_a
     dropped = list(one.settle_loans({1}, one._loans[A].ended_at + LEAVES_S))
     assert dropped[0] == DropKey(lent(A))
     assert not one._loans
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_run_that_is_closed_and_opened_again_and_again_does_not_get_round_the_pause(another: bool) -> None:
+    """Each loan has its borrower pull a base beside the lender's samples, and its end has vLLM compute their entries once more.
+    `another`: run after run of one owner, each new."""
+    one = lender()
+    loans, pauses = 0, list[float]()
+    now = 12.0
+    while now < 1200.0:
+        run_id = 2 + loans * another
+        demand = [run(1), run(run_id, owner="mallory", queued=5)]
+        one.take_demand(demand, lambda _owner: None, "", now)
+        paused = dict(one._paused)
+        if begins := decided([of_run(1)], demand, replace(RULES, paused=_at(paused, now))):
+            assert isinstance(begins[0], BeginLoan)
+            perform(one, replace(BEGIN, run_id=run_id))
+            one._loans[A] = replace(one._loans[A], since=now)
+            loans += 1
+            now += 10.0
+            drive(one.settle_loans({1}, now), [], lambda _command, now: Outcome(now))
+            now += LEAVES_S
+            drive(one.settle_loans({1}, now), [], lambda _command, now: Outcome(now))
+            pauses.append(max((each.until - now for each in one._paused.values()), default=0.0))
+        else:
+            now += 10.0
+    assert loans <= 6, pauses
+
+
+def _at(paused: dict[LoanPair, LoanPause], now: float) -> dict[LoanPair, LoanPause]:
+    """As they are for a decision at `NOW`."""
+    return {pair: replace(one, until=one.until - now + NOW) for pair, one in paused.items()}
 
 
 def test_an_engine_that_dies_while_it_lends_has_neither_its_node_nor_its_run_blamed_and_its_runs_wait() -> (

@@ -255,9 +255,14 @@ class HandsRules:
     no_builds: Mapping[int, str] = field(default_factory=dict)
 
 
+#: Between whom loans may have been short: two owners, or two runs of one.
+LoanPair = tuple[str, str] | tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Slots of one engine that are lent. `since`, `ended_at`: Unix s; the latter 0 while it lasts. `lender`: the run whose engine it is."""
+    """Slots of one engine that are lent. `since`, `ended_at`: Unix s; the latter 0 while it lasts. `lender`: the run whose engine it is.
+    `owners`: of the run that lends, and of the one that borrows."""
 
     run_id: int
     run: str
@@ -265,16 +270,22 @@ class Loan:
     since: float
     ended_at: float = 0.0
     lender: int = 0
+    owners: tuple[str, str] = ("", "")
 
     @property
-    def runs(self) -> tuple[int, int]:
-        """The one that lends, and the one that borrows."""
-        return self.lender, self.run_id
+    def pair(self) -> LoanPair:
+        """Against whom it is held that it was short."""
+        return loan_pair((self.lender, self.run_id), self.owners)
+
+
+def loan_pair(runs: tuple[int, int], owners: tuple[str, str]) -> LoanPair:
+    """The one that lends, and the one that borrows. An owner who opens run after run stays the same one."""
+    return runs if owners[0] == owners[1] else owners
 
 
 @dataclass(frozen=True, slots=True)
 class LoanPause:
-    """Loans of two runs that were short, in a row, and until when (Unix s) there is none between them."""
+    """Loans of two owners, or of two runs of one, that were short, in a row, and until when (Unix s) there is none between them."""
 
     short: int
     until: float
@@ -283,14 +294,14 @@ class LoanPause:
 @dataclass(frozen=True, slots=True)
 class LendingRules:
     """`slots`: that an engine lends at most; 0: none any more. `loans`: by the intent of the engine's job. `barred`: until when an engine
-    lends this run nothing (Unix s). `held`: by intent, as `OurJob.leases` and `idle_since`, of borrowers that are there. `paused`: by the
-    run that lends and the one that borrows."""
+    lends this run nothing (Unix s). `held`: by intent, as `OurJob.leases` and `idle_since`, of borrowers that are there. `paused`: by
+    `Loan.pair`."""
 
     slots: int
     loans: Mapping[str, Loan] = field(default_factory=dict)
     barred: Mapping[tuple[str, int], float] = field(default_factory=dict)
     held: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    paused: Mapping[tuple[int, int], LoanPause] = field(default_factory=dict)
+    paused: Mapping[LoanPair, LoanPause] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

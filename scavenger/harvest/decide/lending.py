@@ -6,8 +6,8 @@
     a loan --the lender needs the slots, the borrower has no sample, one no longer shares, fewer may be lent, it never came--> EndLoan
 
 Owns the rule. What is lent is never more than `harvest.lend_slots`, and never more than half of an engine's batch; an engine has one
-borrower, and a run borrows of one engine. Loans that are short, one after the other, make their two runs wait. A loan is worth no engine's
-start or end: the number of engines is decided before, as if there were no loans.
+borrower, and a run borrows of one engine. Loans that are short, one after the other, make their two owners wait, or two runs of one. A
+loan is worth no engine's start or end: the number of engines is decided before, as if there were no loans.
 
 Boundary: between engines of one run and samples of another; who has how many engines is decided elsewhere.
 """
@@ -24,8 +24,10 @@ from scavenger.harvest.decide.actions import (
     EndLoan,
     LendingRules,
     Loan,
+    LoanPair,
     LoanPause,
     OurJob,
+    loan_pair,
 )
 from scavenger.harvest.decide.hands import on_nodes_of
 from scavenger.harvest.decide.start import StartFacts
@@ -68,7 +70,7 @@ def decide_loans(
         of = wants.get(job.run_id)
         comes = of.queued // max(1, have[of.run_id]) if of is not None else 0  # to this engine, of what waits
         if why := _over(loan, of, wants.get(loan.run_id), held, job.leases + comes, now):
-            before = rules.paused.get(loan.runs)
+            before = rules.paused.get(loan.pair)
             found.append(ended(intent_id, loan, why, before, now, came_to_nothing=held is None))
     if rules.slots <= 0:
         return found
@@ -100,14 +102,20 @@ def decide_loans(
 def ended(
     intent_id: str, loan: Loan, why: str, before: LoanPause | None, now: float, *, came_to_nothing: bool
 ) -> EndLoan:
-    """The end of a loan. Where it was short, as the one before, these two runs wait. `before`: what is held against them."""
+    """The end of a loan. Where it was short, as the one before, these two owners wait, or these two runs of one. `before`: what is held
+    against them."""
     if now - loan.since >= SHORT_S and not came_to_nothing:
         return EndLoan(intent_id, why)
     short = 1 + (before.short if before is not None else 0)
     pause_s = backoff_s(PAUSE_S, BARRED_S, short - 1) if short > 1 else 0.0
     if pause_s:
-        why += f"; {short} loans of these two runs in a row were over within {SHORT_S:g} s or came to nothing: none for {pause_s:g} s"
+        of = "runs" if loan.owners[0] == loan.owners[1] else "owners"
+        why += f"; {short} loans of these two {of} in a row were over within {SHORT_S:g} s or came to nothing: none for {pause_s:g} s"
     return EndLoan(intent_id, why, came_to_nothing, short, pause_s)
+
+
+def _pair(of: Demand, want: Demand) -> LoanPair:
+    return loan_pair((of.run_id, want.run_id), (of.owner, want.owner))
 
 
 def lent(intent_id: str) -> str:
@@ -142,7 +150,7 @@ def _may(job: OurJob, want: Demand, of: Demand | None, rules: LendingRules, fact
         and of.max_batch > 1
         and 2 * job.leases <= of.max_batch
         and rules.barred.get((job.intent_id, want.run_id), 0.0) <= facts.now
-        and rules.paused.get((of.run_id, want.run_id), NO_PAUSE).until <= facts.now
+        and rules.paused.get(_pair(of, want), NO_PAUSE).until <= facts.now
         and on_nodes_of(want.owner, job.node, facts)
     )
 
