@@ -149,5 +149,6 @@ def merged(known: Mapping[int, WorkerLife], life: WorkerLife) -> WorkerLife:
         life,
         joined_at=min(before.joined_at, life.joined_at),
         seen_at=max(before.seen_at, life.seen_at),
-        ready=before.ready or life.ready,
+        # What it had loaded for one run it forgets for the next.
+        ready=life.ready or (before.ready and before.run_id in (0, life.run_id)),
     )

@@ -93,8 +93,8 @@ class Allocations:
             if life <= one.last_allocation and (one.allocation is None or life < one.allocation.restart_count)
         ]:
             del one.workers[past]
-        if allocation is not None and draft.now - allocation.started_at >= SHORT_LIFE_S:
-            self.health.proved(allocation.started_at, one.intended.run_id)
+        if allocation is not None and draft.now - one.works_since(allocation) >= SHORT_LIFE_S:
+            self.health.proved(one.works_since(allocation), one.blamed_run)
 
     def vanished(self, draft: Draft, one: Tracked, why: str) -> None:
         """The job is gone from the queue for good, and its end was not observed: its engines' reports are what is known of its lives."""
@@ -283,7 +283,7 @@ class Allocations:
             self.health.failed_at_once(
                 f"job {job.job_id} on {allocation.node} left by itself after {lived_s:.0f} s",
                 draft.now,
-                one.intended.run_id,
+                one.blamed_run,
             )
         one.allocation = None
 
@@ -338,7 +338,7 @@ class Allocations:
     def _blame(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lived_s: float) -> None:
         code = "unknown" if job.exit_code is None else job.exit_code
         what = f"job {job.job_id} {job.state} (exit code {code}) after {lived_s:.0f} s"
-        where, run_id = allocation.node or one.intent_id, one.intended.run_id
+        where, run_id = allocation.node or one.intent_id, one.blamed_run
         if one.intended.kind == ENVIRONMENT:
             what = f"environment worker's {what}"
             draft.records.append(rec.Event("environment_died", run_id, where, what, "{}", draft.now))
@@ -357,7 +357,7 @@ class Allocations:
         draft.records.extend(
             rec.EngineDied(
                 node,
-                one.intended.run_id,
+                run_id,
                 one.intent_id,
                 job.job_id,
                 allocation.restart_count,
@@ -377,18 +377,19 @@ class Allocations:
         ):
             self._could_not_begin(draft, one, allocation, job.exit_code, lived_s)
             return
+        of_run_s = lived_s - (one.works_since(allocation) - allocation.started_at)
         # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
-        if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
-            self.health.failed_at_once(what, draft.now, one.intended.run_id)
+        if of_run_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
+            self.health.failed_at_once(what, draft.now, run_id)
         if job.exit_code != observed_jobs.REFUSED:
             for node in allocation.nodes:  # which of several nodes it was does not show
-                self.health.died(node, what, draft.now, one.intended.run_id)
+                self.health.died(node, what, draft.now, run_id)
 
     def _could_not_begin(
         self, draft: Draft, one: Tracked, allocation: Allocation, code: int, lived_s: float
     ) -> None:
         first = next(iter(allocation.nodes), "")  # where the worker runs, whose code it is
-        failed = FailedStart(one.intent_id, one.intended.run_id, one.job_id, first, code, lived_s)
+        failed = FailedStart(one.intent_id, one.blamed_run, one.job_id, first, code, lived_s)
         draft.failed_starts.append(failed)
         self.health.could_not_begin(failed, draft.now)
 

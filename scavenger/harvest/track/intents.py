@@ -65,7 +65,7 @@ class Tracked:
     #: The nodes that it was submitted for, joined by ","; of a restored job for which Slurm chose, the one where it ran.
     pinned: str = ""
     standby: bool = False  # it waits for us to say where it begins
-    worked: bool = False  # its engine held leases
+    worked: bool = False  # its engine held leases, of the run that it works for now
     lent_to: str = ""  # the run whose samples its engine computes beside its own run's
     inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
     free_at: float = (
@@ -79,12 +79,23 @@ class Tracked:
     switching_since: float = (
         0.0  # when its engine was asked to, until it was ready for the run; 0: not measured
     )
+    #: The run that its engine leaves, until it has registered for the new one; 0: none.
+    leaves_run: int = 0
     #: For which run its engine is being built anew, until it is ready or its process is gone; 0: for none.
     builds_for: int = 0
 
     @property
     def intent_id(self) -> str:
         return self.intended.intent_id
+
+    @property
+    def blamed_run(self) -> int:
+        """Whose doing it is when its engine dies now: no key of the next run is read before the engine has forgotten the last one."""
+        return self.leaves_run or self.intended.run_id
+
+    def works_since(self, allocation: Allocation) -> float:
+        """Since when the engine of this allocation has worked for the run that `blamed_run` names (Unix s)."""
+        return allocation.started_at if self.leaves_run else max(allocation.started_at, self.run_since)
 
 
 @dataclass(slots=True)

@@ -136,6 +136,7 @@ class Tracker:
     ) -> None:
         """Its engine was asked to go on for another run, under this public key. `builds`: it is built anew for it."""
         one = self.intents[intent_id]
+        one.leaves_run = one.leaves_run or one.intended.run_id
         one.intended = msgspec.structs.replace(one.intended, run_id=run_id, worker_key=worker_key)
         one.run_since = one.changing_since = now
         life = one.workers.get(one.last_allocation)
@@ -326,6 +327,8 @@ class Tracker:
                 self._not_built[one.builds_for] = draft.now
             if one.allocation is None:
                 one.switching_since, one.builds_for = 0.0, 0
+            if one.allocation is None:
+                one.leaves_run = 0
             if one.changing_since and one.allocation is None:
                 one.changing_since = 0.0  # its process ended on the way: the next one begins with the new key
                 self._changed.append(one.intent_id)
@@ -524,13 +527,22 @@ class Tracker:
             ):
                 one.workers[life.incarnation] = merged(one.workers, life)
                 self._registered(one, life)
-                if life.ready and one.allocation is not None and life.incarnation == one.last_allocation:
+                of_run = life.run_id in (0, one.blamed_run)
+                if (
+                    life.ready
+                    and of_run
+                    and one.allocation is not None
+                    and life.incarnation == one.last_allocation
+                ):
                     self._works(one, one.allocation)
 
     def _registered(self, one: Tracked, life: WorkerLife) -> None:
         """Whether a change of hands is over now, and how long it took, or a start. A worker registers before its engine is built, so
         that both are measured until the engine is ready."""
-        its = life.here and life.run_id == one.intended.run_id
+        of_run = life.run_id == one.intended.run_id
+        its = life.here and of_run
+        if one.leaves_run and of_run and (life.here or life.joined_at >= one.run_since):
+            one.leaves_run, one.worked = 0, False
         if one.changing_since and its:
             one.changing_since = 0.0
             self._changed.append(one.intent_id)
@@ -605,7 +617,7 @@ class Tracker:
     def _works(self, one: Tracked, allocation: Allocation) -> None:
         one.worked = True
         for node in allocation.nodes:
-            self.health.proved(allocation.started_at, one.intended.run_id, node, worked=True)
+            self.health.proved(one.works_since(allocation), one.blamed_run, node, worked=True)
 
     def check(self) -> None:
         """Raise AssertionError when the table contradicts itself. For tests."""
