@@ -30,6 +30,7 @@ HASH_NBYTES = 16  # xxh3-128
 ROOT_NBYTES = 32  # blake3
 DIGEST_NBYTES = 32
 MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
+MAX_SIDES = 16  # of a tensor: the product of a million sides takes an hour, in the loop of a process that others share
 ITEMSIZE = {
     "float64": 8,
     "int64": 8,
@@ -221,9 +222,8 @@ def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool =
         )
     offset = 0
     for tensor in manifest.tensors:
-        possible = (
-            tensor.offset == offset and tensor.dtype in ITEMSIZE and all(side >= 0 for side in tensor.shape)
-        )
+        possible = tensor.offset == offset and tensor.dtype in ITEMSIZE and len(tensor.shape) <= MAX_SIDES
+        possible = possible and all(side >= 0 for side in tensor.shape)
         if not possible or tensor.nbytes != math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]:
             raise WeightsError(
                 f"tensor {tensor.name!r} of the manifest has an impossible place, dtype or size"

@@ -72,6 +72,15 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, object]
         manifests.decode(manifests.encode(manifest), any_chunk=True)
 
 
+def test_a_tensor_of_very_many_sides_is_refused_before_they_are_multiplied() -> None:
+    """The last one is 0, so that the size fits. Their product takes time by the square of their number, in the loop of the process that
+    lends slots to the run which published it."""
+    wide = manifests.Tensor("w", "uint8", (2**62,) * 20_000 + (0,), 0, 0)
+    crafted = manifests.seal(1, (wide,), (), chunk_nbytes=manifests.chunk_nbytes_of(0))
+    with pytest.raises(WeightsError, match="'w' of the manifest has an impossible place, dtype or size"):
+        manifests.decode(manifests.encode(crafted))
+
+
 def test_a_manifest_that_cuts_its_blob_otherwise_than_all_do_is_refused() -> None:
     with pytest.raises(WeightsError, match="chunks of 16 bytes, 58 are cut into 1048576"):
         manifests.decode(manifests.encode(version()[0]))
