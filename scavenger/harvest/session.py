@@ -293,7 +293,10 @@ class HarvestSession:
             learned = replace(
                 limits.hands, switch_s=switch_s, start_s=start_s, build_s=build_s, ready_s=ready_s
             )
-            limits = replace(limits, hands=replace(learned, no_builds=self.tracker.no_builds(now)))
+            limits = replace(
+                limits,
+                hands=replace(learned, no_builds=self.tracker.no_builds(now), stuck=self.tracker.stuck(now)),
+            )
         if limits.lending is not None:
             held = {intent: held for intent, held in leases.items() if intent.startswith(LENT_INTENT)}
             lending = replace(

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scavenger.cluster.model import Job, JobState
+from scavenger.harvest.decide.actions import ChangeHands, DrainAllocated, DrainKind, HandsRules
+from scavenger.harvest.decide.drain import HANDS_S
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import WorkerLife
+from tests.harvest.test_hands import HANDS, decided, of_run, wants
 from tests.harvest.watch import Watch, running
 
 MALLORY, ALICE = 1, 2  # runs, and owners
@@ -138,3 +141,35 @@ def test_an_engine_that_cannot_be_built_anew_blames_the_run_s_set_up_and_no_node
     site.now += 1
     site.hear(proof, MALLORY, ALICE)
     assert not site.tracker.health.on_trial(ALICE), "one that changed hands since, and works, proves it"
+
+
+def test_a_run_whose_engine_does_not_get_away_gives_no_more_of_them_on_for_an_hour() -> None:
+    """A tokenizer that takes minutes to open holds an engine in mid-load: each change of hands would cost the next run two minutes."""
+    site, lost = Site(), 0
+    tracker = site.tracker
+    for _ in range(40):
+        job = site.starts("node1")
+        mine = [replace(of_run(int(job.name[4:], 16), MALLORY), intent_id=job.name)]
+        rules = HandsRules(stuck=tracker.stuck(site.now))
+        found = decided(mine, [wants(0, MALLORY), wants(1, ALICE)], replace(HANDS, hands=rules)).actions
+        if any(isinstance(one, ChangeHands) for one in found):
+            tracker.changes_hands(job.name, ALICE, "key", site.now)
+            site.now += HANDS_S
+            tracker.revoke(job.name, DrainKind.CANCELLED, "it has not registered", site.now)
+            lost += 1
+        else:
+            (drain,) = (one for one in found if isinstance(one, DrainAllocated))
+            assert "had not got away after 120 s" in drain.reason
+            site.now += 60.0
+        site.see(site.now, replace(job, state=JobState.CANCELLED, end_time=site.now))
+    assert lost == 1
+    assert tracker.stuck(site.now + 3601.0) == {}
+
+
+def test_an_engine_that_is_ended_on_its_way_before_its_time_holds_nothing_against_its_run() -> None:
+    """Another user takes its node."""
+    site = Site()
+    job = site.starts("node1")
+    site.tracker.changes_hands(job.name, ALICE, "key", site.now)
+    site.tracker.revoke(job.name, DrainKind.CANCELLED, "another user's job waits", site.now + HANDS_S - 1)
+    assert site.tracker.stuck(site.now + HANDS_S) == {}

@@ -298,6 +298,7 @@ def test_the_session_learns_it_and_decides_by_it(monkeypatch: pytest.MonkeyPatch
         reply=lambda command, now: Outcome(now, done=not isinstance(command, Commit)),
     )
     assert undone.tracker.no_builds(11.0) == {}
+    one.tracker._stuck[1] = 5.0
     limits = with_rules(HandsRules())
     seen: list[HarvestLimits] = []
     deciding = decide_module.decide
@@ -310,3 +311,4 @@ def test_the_session_learns_it_and_decides_by_it(monkeypatch: pytest.MonkeyPatch
     one.decide(view(11.0), [], {}, limits, None, 11.0)
     assert seen[0].hands is not None
     assert 2 in seen[0].hands.no_builds
+    assert "6 s ago" in seen[0].hands.stuck[1]

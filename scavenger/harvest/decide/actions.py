@@ -243,7 +243,7 @@ class HandsRules:
     `switch_s`, `start_s`: predicted seconds until an engine has weights of a run, by a change of hands and by a new start, for each run
     that has measured it. `build_s`: by a change of hands where the engine came from another model and was built anew; `ready_s`: the part
     of a new start that comes after its engine registered, so without scheduler and job start. `no_builds`: why no engine is built anew
-    for a run now.
+    for a run now. `stuck`: why no engine of a run goes on for another now.
     """
 
     by_owner: bool = False
@@ -253,6 +253,7 @@ class HandsRules:
     build_s: Mapping[int, float] = field(default_factory=dict)
     ready_s: Mapping[int, float] = field(default_factory=dict)
     no_builds: Mapping[int, str] = field(default_factory=dict)
+    stuck: Mapping[int, str] = field(default_factory=dict)
 
 
 #: Between whom loans may have been short: two owners, or two runs of one.

@@ -202,6 +202,8 @@ def _obstacle(
     mine = demand.get(job.run_id)
     if mine is None or not mine.hands or not want.hands:
         return "one of the two runs keeps its processes for itself (run.isolation), or is not open"
+    if why := rules.stuck.get(job.run_id):
+        return why
     if mine.hands != want.hands:
         if why := _no_build(job, mine, want, facts, rules):
             return f"{ANOTHER}: {why}"

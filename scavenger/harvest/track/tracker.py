@@ -24,6 +24,7 @@ import msgspec
 
 from scavenger.cluster.model import ClusterView, Job, JobLife, nodes_in
 from scavenger.harvest.decide.actions import DrainKind, HarvestCode, OurJob
+from scavenger.harvest.decide.drain import HANDS_S
 from scavenger.harvest.decide.standby import is_standby
 from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.allocation_bounds import (
@@ -119,6 +120,8 @@ class Tracker:
         self._builds, self._ready = _Durations(), _Durations()
         # By run: when an engine that was to be built anew for it failed.
         self._not_built = dict[int, float]()
+        # By run: when an engine that was to leave it for another one had not got away in time.
+        self._stuck = dict[int, float]()
         self._changed: list[
             str
         ] = []  # intents whose engine registered for its new run since the last observation
@@ -166,6 +169,15 @@ class Tracker:
             found[run] = f"one that was to be built anew for that run failed {now - at:.0f} s ago"
         return found
 
+    def stuck(self, now: float) -> Mapping[int, str]:
+        """By run: why none of its engines goes on for another run now. What it has its engines do may hold them, and the run that waits
+        for one would have had a new start meanwhile: one that did not get away is the last for an hour."""
+        self._stuck = {run: at for run, at in self._stuck.items() if now - at <= TOOK_S}
+        return {
+            run: f"one that was to leave its run for another had not got away after {HANDS_S:g} s, {now - at:.0f} s ago"
+            for run, at in self._stuck.items()
+        }
+
     def released(self, intent_id: str, node: str, now: float) -> None:
         """Slurm took our release: this standby job begins on `node`."""
         one = self.intents[intent_id]
@@ -208,6 +220,8 @@ class Tracker:
     ) -> None:
         """We asked the job to leave (again)."""
         one = self.intents[intent_id]
+        if one.changing_since and one.leaves_run and now - one.changing_since >= HANDS_S:
+            self._stuck[one.leaves_run] = now
         one.drain_kind, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
         # A job that completes may show the restart count of its next life already: that one is not to be.
         now_at = one.allocation.restart_count if one.allocation else one.job.restart_count if one.job else 0
