@@ -182,7 +182,7 @@ def test_a_harvester_that_is_killed_and_comes_back_loses_nothing_and_doubles_not
         done = play.cut_short(site, job)
         found = play.result(site)
         assert done >= 4
-        longer = play.as_long(undisturbed, found, small_model, tmp_path / "again")
+        longer = play.as_long(undisturbed, found, small_model, tmp_path / "m")
         assert found.tokens == longer.tokens
         # Each intent is one job there, and each job has one intent.
         rows = play.ask(site, "SELECT intent_id, job_id FROM jobs WHERE cluster = 'b' AND job_id > 0")
