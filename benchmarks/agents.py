@@ -118,8 +118,7 @@ def vllm_alone(model: Path, folder: Path, options: argparse.Namespace) -> Iterat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log, temporary = folder / "vllm.log", folder / "v"
-    temporary.mkdir()
+    log = folder / "vllm.log"
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--enable-scale-out", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -133,21 +132,23 @@ def vllm_alone(model: Path, folder: Path, options: argparse.Namespace) -> Iterat
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
-        "TMPDIR": str(temporary),
     }
-    with log.open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=file, env=environment)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for_reply(f"{url}/health", lambda: process.poll() is None, log)
-        yield Served("vllm serve", url, processes(temporary))
-    finally:
-        process.terminate()
+    # vLLM's sockets are in it, whose paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as temporary:
+        with log.open("wb") as file:
+            environment["TMPDIR"] = temporary
+            process = subprocess.Popen(argv, stdout=file, stderr=file, env=environment)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            url = f"http://127.0.0.1:{port}"
+            wait_for_reply(f"{url}/health", lambda: process.poll() is None, log)
+            yield Served("vllm serve", url, processes(Path(temporary)))
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @contextlib.contextmanager
