@@ -317,6 +317,7 @@ class _Deal:
     leaving: dict[str, str] = field(default_factory=dict)
     turns: list[int] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
+    set_aside: dict[int, int] = field(default_factory=dict)  # GPUs, of runs for which a node is being emptied
     moves: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -374,9 +375,9 @@ class _Deal:
 
     def _beyond_share(self, taker: _Run, given_up: int = 0) -> bool:
         """Whether the owner of `taker`, which starves, would have more than its share with an engine of it, once its other runs gave up
-        so many GPUs. One engine is no owner's too many."""
+        so many GPUs. One engine is no owner's too many; a node that is kept for a run counts as the engine that comes there."""
         others = sum(
-            run.target * run.bid.all_gpus
+            run.target * run.bid.all_gpus + self.set_aside.get(run.bid.run_id, 0)
             for run in self.runs.values()
             if run.bid.owner == taker.bid.owner and run is not taker
         )
@@ -629,6 +630,7 @@ class _Deal:
                     f"node {node} is kept for run {run.bid.run}, which has waited for {run.bid.waited_s:.0f} s"
                 )
         self.kept[node] = run.bid.run_id
+        self.set_aside[run.bid.run_id] = run.bid.gpus
         self.space.close(node)
 
     # ---------------------------------------------------------------- what came of it

@@ -355,6 +355,23 @@ def test_a_node_is_set_aside_for_a_run_whose_owner_yields_for_it() -> None:
     )
 
 
+@pytest.mark.parametrize("runs", [1, 3, 5])
+def test_an_owner_s_many_runs_have_no_more_nodes_set_aside_than_its_share(runs: int) -> None:
+    """One young engine on each node keeps it from being taken at once, and the older ones leave: by five runs that wait for a whole node
+    each, the other owner would have kept 13 GPUs of 48."""
+    there = [
+        replace(one, intent_id=f"{one.intent_id}-{n}", age_s=1e4 if n else 10.0)
+        for node in "abcdef"
+        for n, one in enumerate(held(1, 8, node))
+    ]
+    waiting = [bid(10 + n, 1, gpus=8, owner="mallory", waited_s=700.0 - n) for n in range(runs)]
+    found = divide([bid(1, owner="alice"), *waiting], there, Nodes(dict.fromkeys("abcdef", 0)), RULES, 99)
+    share = {1: 1, 3: 3, 5: 3}[runs]  # nodes: half of the GPUs, or what it wants
+    assert sorted(found.kept.values()) == [10, 11, 12][:share]
+    assert len(found.leaving) == 7 * share
+    assert found.engines[1] == 48 - 7 * share
+
+
 # ---------------------------------------------------------------- many, one after the other
 
 
@@ -499,6 +516,22 @@ def test_without_its_rules_the_bound_does_not_hold(rule: str) -> None:
         for _ in range(120):
             played.poll(runs, POLL_S)
         assert (played.most_wait_s > RULES.wait_s + 2 * (RULES.hold_s + 2 * POLL_S)) is starves
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_an_owner_who_closes_each_run_that_got_an_engine_and_opens_another_takes_no_more_than_its_share(
+    gpus: int,
+) -> None:
+    played, alices, run_id = Played(dict.fromkeys("ab", 8), RULES), list[int](), 100
+    while played.now < 3600:
+        if gone := [name for name, one in played.engines.items() if one[0] == run_id]:
+            run_id += 1
+        for name in gone:
+            del played.engines[name]
+        played.poll([bid(1, owner="alice"), bid(run_id, 16 // gpus, gpus=gpus, owner="mallory")], POLL_S)
+        alices.append(sum(1 for run, *_ in played.engines.values() if run == 1))
+    assert run_id > 130, "it got one again and again"
+    assert min(alices[1:]) >= 8 - 1  # its share, and its floor of that
 
 
 def test_equal_facts_in_another_order_divide_alike() -> None:
