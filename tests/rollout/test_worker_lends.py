@@ -296,6 +296,54 @@ def test_where_the_lender_leaves_the_borrower_says_goodbye_with_all_its_tokens(
     play(scene)
 
 
+@pytest.mark.parametrize("leaves", ["notice", "drain"])
+def test_a_borrower_whose_goodbye_is_never_answered_holds_the_lender_up_no_longer_than_its_bound(
+    play: Play, leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "LIMITS", replace(LIMITS, drain_s=0.3, notice_s=0.3))
+
+    async def scene(stage: Scene) -> None:
+        await stage.both_at_work()
+        if leaves == "notice":
+            stage.worker._inbox.put_nowait(Terminate("SIGTERM"))
+        else:
+            stage.daemon.tell("hers", messages.Drain("its run has no demand"))
+        await stage.leaves("hers")
+        end = await asyncio.wait_for(stage.process, 30.0)
+        assert end.code == (EXIT_PREEMPTED if leaves == "notice" else EXIT_DRAINED)
+        assert stage.engine.calls[-1] == "close"
+
+    play(scene)
+
+
+def test_a_borrower_whose_weights_fail_again_and_again_holds_up_no_token_of_the_lender(play: Play) -> None:
+    """Half of its manifests are no manifests, in the others a tensor has thousands of sides, whose product would take the process for as
+    long as one likes."""
+    wide = manifests.Tensor("w", "uint8", (2**62,) * 20_000 + (0,), 0, 0)
+
+    def order(version: int) -> messages.UseWeights:
+        crafted = manifests.seal(version, (wide,), (), chunk_nbytes=manifests.chunk_nbytes_of(0))
+        return messages.UseWeights(version, manifests.encode(crafted) if version % 2 else b"no", ())
+
+    async def scene(stage: Scene) -> None:
+        await stage.serve("hers", 3)
+        stage.assign("hers", 1, 3)
+        stage.daemon.tell("hers", ORDER)
+        await stage.daemon.hear("his", messages.WorkerHello)
+        stage.daemon.tell("his", messages.Welcome(1, 1, "his", SHARED, BEAT_S, 20.0, 8))
+        for version in range(5, 15):
+            stage.daemon.tell("his", order(version))
+            failed = await stage.daemon.hear("his", messages.WeightsFailed)
+            assert failed.version == version
+            assert ("impossible place" if version % 2 else "not a manifest") in failed.reason
+        assert await stage.daemon.tokens_of("hers", 1, 20) == [1000 + n for n in range(20)]
+        assert not stage.process.done()
+        stage.daemon.tell("his", messages.Drain("the loan is over"))
+        assert not (await stage.leaves("his")).failed
+
+    play(scene)
+
+
 def test_a_borrower_whose_run_has_another_engine_is_turned_away_and_the_lender_goes_on(play: Play) -> None:
     async def scene(stage: Scene) -> None:
         await stage.serve("hers", 3)
