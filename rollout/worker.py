@@ -585,9 +585,9 @@ class RolloutWorker:
         if self._options.memory_share:
             spec = msgspec.structs.replace(spec, memory_share=self._options.memory_share)
         self._spec = spec
-        if kept := self.kept is not None and self.kept.spec == spec:
-            assert self.kept is not None
-            self._engine, self.kept = self.kept.engine, None
+        kept = False
+        if self.kept is not None and self.kept.spec == spec:  # no other name for it: `_end_kept` drops it
+            self._engine, self.kept, kept = self.kept.engine, None, True
         elif self._options.slots:
             raise EngineError(
                 "this run's engine is another one than that whose slots it borrows",

@@ -290,13 +290,16 @@ class HarvestSession:
         if limits.hands is not None:
             switch_s, start_s = self.tracker.predicted_s(now)
             build_s, ready_s = self.tracker.predicted_builds_s(now)
-            learned = replace(
-                limits.hands, switch_s=switch_s, start_s=start_s, build_s=build_s, ready_s=ready_s
+            hands = replace(
+                limits.hands,
+                switch_s=switch_s,
+                start_s=start_s,
+                build_s=build_s,
+                ready_s=ready_s,
+                no_builds=self.tracker.no_builds(now),
+                stuck=self.tracker.stuck(now),
             )
-            limits = replace(
-                limits,
-                hands=replace(learned, no_builds=self.tracker.no_builds(now), stuck=self.tracker.stuck(now)),
-            )
+            limits = replace(limits, hands=hands)
         if limits.lending is not None:
             held = {intent: held for intent, held in leases.items() if intent.startswith(LENT_INTENT)}
             lending = replace(

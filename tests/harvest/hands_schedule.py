@@ -303,7 +303,7 @@ def owners_limit_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_model_whatever_it_takes(patch: pytest.MonkeyPatch) -> None:
-    """An engine is built anew for another run without a look at the predicted seconds."""
+    """An engine is built anew for another run whatever the predicted seconds are."""
     patch.setattr(hands, "build_is_sooner", lambda *_: True)
 
 

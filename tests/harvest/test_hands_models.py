@@ -303,11 +303,11 @@ def test_the_session_learns_it_and_decides_by_it(monkeypatch: pytest.MonkeyPatch
     seen: list[HarvestLimits] = []
     deciding = decide_module.decide
 
-    def look(shown: Any, demand: Any, jobs: Any, limits: HarvestLimits, now: float) -> HarvestDecision:
+    def watched(shown: Any, demand: Any, jobs: Any, limits: HarvestLimits, now: float) -> HarvestDecision:
         seen.append(limits)
         return deciding(shown, demand, jobs, limits, now)
 
-    monkeypatch.setattr(decide_module, "decide", look)
+    monkeypatch.setattr(decide_module, "decide", watched)
     one.decide(view(11.0), [], {}, limits, None, 11.0)
     assert seen[0].hands is not None
     assert 2 in seen[0].hands.no_builds

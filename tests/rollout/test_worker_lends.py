@@ -274,16 +274,21 @@ def test_the_end_of_a_loan_disturbs_nothing_of_the_lender_and_another_may_follow
     play(scene)
 
 
+def ask_to_leave(stage: Scene, how: str) -> None:
+    """The lender, by Slurm's notice or by its daemon."""
+    if how == "notice":
+        stage.worker._inbox.put_nowait(Terminate("SIGTERM"))
+    else:
+        stage.daemon.tell("hers", messages.Drain("its run has no demand"))
+
+
 @pytest.mark.parametrize("leaves", ["notice", "drain"])
 def test_where_the_lender_leaves_the_borrower_says_goodbye_with_all_its_tokens(
     play: Play, leaves: str
 ) -> None:
     async def scene(stage: Scene) -> None:
         await stage.both_at_work()
-        if leaves == "notice":
-            stage.worker._inbox.put_nowait(Terminate("SIGTERM"))
-        else:
-            stage.daemon.tell("hers", messages.Drain("its run has no demand"))
+        ask_to_leave(stage, leaves)
         assert (await stage.leaves("his")).notice
         assert (await stage.leaves("hers")).notice is (leaves == "notice")
         end = await asyncio.wait_for(stage.process, 30.0)
@@ -304,10 +309,7 @@ def test_a_borrower_whose_goodbye_is_never_answered_holds_the_lender_up_no_longe
 
     async def scene(stage: Scene) -> None:
         await stage.both_at_work()
-        if leaves == "notice":
-            stage.worker._inbox.put_nowait(Terminate("SIGTERM"))
-        else:
-            stage.daemon.tell("hers", messages.Drain("its run has no demand"))
+        ask_to_leave(stage, leaves)
         await stage.leaves("hers")
         end = await asyncio.wait_for(stage.process, 30.0)
         assert end.code == (EXIT_PREEMPTED if leaves == "notice" else EXIT_DRAINED)

@@ -162,11 +162,11 @@ def test_a_process_that_holds_a_gpu_is_found_and_waited_for(device: Path) -> Non
 def test_one_that_has_ended_does_not_keep_the_loop_busy_while_another_is_waited_for(
     device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, told = list[int](), processes._ended
+    heard, ended = list[int](), processes._ended
 
     def counted(pidfd: int, event: asyncio.Event) -> None:
         heard.append(pidfd)
-        told(pidfd, event)
+        ended(pidfd, event)
 
     async def main(first: subprocess.Popen[bytes], other: subprocess.Popen[bytes]) -> None:
         with processes.watched([first.pid, other.pid]) as held:

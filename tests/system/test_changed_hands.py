@@ -116,8 +116,10 @@ def play_out(site: DemoSite) -> None:
 
 def built_anew(site: DemoSite) -> int:
     """Changes of hands for which the engine was to be built anew."""
-    told = "SELECT count(*) FROM decisions WHERE code = 'handed_over' AND reason LIKE '%is built anew there%'"
-    ((count,),) = play.ask(site, told)
+    built = (
+        "SELECT count(*) FROM decisions WHERE code = 'handed_over' AND reason LIKE '%is built anew there%'"
+    )
+    ((count,),) = play.ask(site, built)
     return int(count)
 
 

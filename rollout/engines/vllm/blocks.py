@@ -53,20 +53,20 @@ class KvBlocks:
 
     def begins(self, request: Request, brings: Kv | None, *, leaves: bool) -> dict[str, Any]:
         """What vLLM's connector is told of a request; {}: nothing. `leaves`: whether it may leave its blocks when it is finished."""
-        handle, told = request.handle, dict[str, Any]()
+        handle, parameters = request.handle, dict[str, Any]()
         try:
             if self.block_tokens:
                 self.texts[handle] = [*request.prompt, *request.accepted]
                 if leaves and request.leaves_kv:
-                    told |= self.leaving.ask(handle)
+                    parameters |= self.leaving.ask(handle)
             if brings is not None:
-                self.brought[handle] = fd = _memory(brings.data)
-                told |= {"path": _path(fd), "tokens": len(brings.tokens)}
-        except BaseException:  # no request has them
+                self.brought[handle] = fd = _memory(brings.data.nbytes, brings.data)
+                parameters |= {"path": _path(fd), "tokens": len(brings.tokens)}
+        except OSError:  # no memory, or no descriptor: no request has what there is of them
             self.texts.pop(handle, None)
             self.leaving.drop((handle,))
             raise
-        return told
+        return parameters
 
     def were_read(self, handle: int) -> None:
         """What it brought is in vLLM's cache, or was computed: the memory is opened once."""
@@ -105,7 +105,7 @@ class KvBlocks:
             return await self.leaving.take(handle, count, count * self.token_nbytes, self._between_passes)
         if name is None or known is None or not 0 < count <= len(known):
             return None
-        fd = _empty(nbytes := count * self.token_nbytes)
+        fd = _memory(nbytes := count * self.token_nbytes)
         try:
             (taken,) = await self._core.rpc("scavenger_take_kv", name, count, _path(fd))
             # A mapping keeps the memory when its descriptor is closed.
@@ -143,23 +143,14 @@ def _path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _memory(data: memoryview) -> int:
-    """A descriptor of memory that holds this."""
-    fd = _empty(data.nbytes)
-    try:
-        setup.write_at(fd, data, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _empty(nbytes: int) -> int:
-    """A descriptor of so much memory."""
+def _memory(nbytes: int, data: memoryview | None = None) -> int:
+    """A descriptor of so much memory, which begins with this. Raises `OSError` where there is not so much."""
     fd = os.memfd_create("scavenger-kv", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
-    except BaseException:
+        if data is not None:
+            setup.write_at(fd, data, 0)
+    except OSError:
         os.close(fd)
         raise
     return fd

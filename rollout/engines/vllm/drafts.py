@@ -44,8 +44,8 @@ class SiblingDrafts:
         if not self._on or now < self._ask_at:
             return
         self._ask_at = now + ASK_S
-        (told, *_) = await self._core.rpc("scavenger_speculated")
-        self.speculated = Speculated(*told)
+        (counts, *_) = await self._core.rpc("scavenger_speculated")
+        self.speculated = Speculated(*counts)
 
     async def stop(self) -> None:
         """Tell nothing more."""

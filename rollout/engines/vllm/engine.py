@@ -467,9 +467,9 @@ class VllmEngine:
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
         # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
         params = params_of(request)
-        told = self._blocks.begins(request, brings, leaves=request.handle not in self._lane_of)
-        if told:
-            params.extra_args = {"kv_transfer_params": told}
+        blocks = self._blocks.begins(request, brings, leaves=request.handle not in self._lane_of)
+        if blocks:
+            params.extra_args = {"kv_transfer_params": blocks}
         self._serial += 1
         drafts = self._spec.speculation != "none"
         name = request_name(self._serial, request.key, request.prompt) if drafts else str(self._serial)

@@ -57,7 +57,7 @@ def change_hands(
         return Handing((), beyond)
     handing = _Handing(facts, demand, staying, rules, starts)
     left = [action for action in beyond if not handing.goes_on(action, builds_too=False)]
-    leaves = [handing.told(action) for action in left if not handing.goes_on(action, builds_too=True)]
+    leaves = [handing.with_reason(action) for action in left if not handing.goes_on(action, builds_too=True)]
     return Handing(handing.changes, leaves)
 
 
@@ -107,7 +107,7 @@ class _Handing:
             return True
         return False
 
-    def told(self, action: Drain) -> Drain:
+    def with_reason(self, action: Drain) -> Drain:
         """With the reason why the first run in turn that could have used this engine does not get it."""
         for job, want in self._pairs(action):
             why = f"; it does not go on for run {want.run}: {self._why_not(job, want)}"

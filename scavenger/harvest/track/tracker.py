@@ -340,12 +340,12 @@ class Tracker:
             if one.builds_for and observed_jobs.crashed(job):
                 self._not_built[one.builds_for] = draft.now
             if one.allocation is None:
-                one.switching_since, one.builds_for = 0.0, 0
-            if one.allocation is None:
-                one.leaves_run = 0
-            if one.changing_since and one.allocation is None:
-                one.changing_since = 0.0  # its process ended on the way: the next one begins with the new key
-                self._changed.append(one.intent_id)
+                one.switching_since, one.builds_for, one.leaves_run = 0.0, 0, 0
+                if one.changing_since:
+                    one.changing_since = (
+                        0.0  # its process ended on the way: the next one begins with the new key
+                    )
+                    self._changed.append(one.intent_id)
             self._note_return(one, job, observed)
             one.job, one.last_state, one.held = job, str(job.state), observed_jobs.held_back(job)
         one.since = one.since if target is one.stage else draft.now
